@@ -1,4 +1,5 @@
-"""Train a small GPT on the text of Python's own documentation, over all ranks, with checkpoints; killed ranks start again.
+"""Train a small GPT on the text of Python's own documentation, over all ranks, with checkpoints; killed ranks start
+again.
 
     torchrun --nproc-per-node 2 --max-restarts 3 examples/02_train_gpt.py --steps 100
 

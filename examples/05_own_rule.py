@@ -1,6 +1,6 @@
 """An op of your own: its rule is proved when it is registered, and its layers are split like any others.
 
-    python examples/05_own_rule.py
+python examples/05_own_rule.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """What a plan can be asked: pins, a memory limit, the plans of experts, the best mesh, and its cost as a formula.
 
-    python examples/06_options.py
+python examples/06_options.py
 """
 
 import numpy as np
@@ -21,9 +21,13 @@ class TwoLayers(nn.Module):
 
 
 def show(what: str, plan: sbpc.Plan) -> None:
-    """Print a line about a plan: its seconds, how far they may be from the best, its memory, where up.weight is stored."""
+    """Print a line about a plan: its seconds, how far they may be from the best, its memory, where up.weight is
+    stored."""
     cost = plan.cost
-    print(f"{what:16} {cost.seconds:.3e} s  gap {cost.gap:.1%}  {cost.memory['total']:9,} bytes  {plan.layout('up.weight')}")
+    print(
+        f"{what:16} {cost.seconds:.3e} s  gap {cost.gap:.1%}  {cost.memory['total']:9,} bytes  "
+        f"{plan.layout('up.weight')}"
+    )
 
 
 if __name__ == "__main__":

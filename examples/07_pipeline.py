@@ -1,4 +1,5 @@
-"""Cut a model into stages of a pipeline: two stages, each on half of the ranks, with checkpoints; killed ranks start again.
+"""Cut a model into stages of a pipeline: two stages, each on half of the ranks, with checkpoints; killed ranks start
+again.
 
     torchrun --nproc-per-node 4 --max-restarts 3 examples/07_pipeline.py
 
@@ -22,7 +23,9 @@ BATCH, WIDTH, LAYERS = 64, 32, 8
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)
+        )
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         for layer in self.layers:

@@ -2,8 +2,8 @@
 
     python examples/08_pictures.py examples
 
-It plans a small GPT for eight H100s, which takes some seconds and no GPU, and writes map.svg, timeline.svg and schedule.svg into
-the folder. `plan.save_page("plan.html")` has these charts and more on one page.
+It plans a small GPT for eight H100s, which takes some seconds and no GPU, and writes map.svg, timeline.svg and
+schedule.svg into the folder. `plan.save_page("plan.html")` has these charts and more on one page.
 """
 
 import argparse
@@ -84,7 +84,9 @@ def drawn(title: str, about: str, height: float, parts: list[str]) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {height:.0f}" width="{WIDE}" height="{height:.0f}" role="img">'
     ground = f'<rect class="ground" x="0.5" y="0.5" width="{WIDE - 1}" height="{height - 1:.1f}" rx="10"/>'
     words = [text(LEFT, 32, title, "title"), text(LEFT, 53, about, "soft")]
-    return "\n".join([head, f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", ground, *words, *parts, "</svg>\n"])
+    return "\n".join(
+        [head, f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", ground, *words, *parts, "</svg>\n"]
+    )
 
 
 def map_picture(plan: Plan) -> str:
@@ -92,10 +94,15 @@ def map_picture(plan: Plan) -> str:
     columns, parts, y = [430 + 110 * at for at in range(len(plan.mesh.axes))], [], 104.0
     heads = [text(x, 82, name, "soft small") for x, name in ((LEFT, "parameter"), (260, "type"))]
     heads.append(text(WIDE - LEFT, 82, "bytes on a rank", "soft small end"))
-    heads += [text(x, 82, f"{axis} × {size}", "soft small") for x, axis, size in zip(columns, plan.mesh.axes, plan.mesh.sizes)]
+    heads += [
+        text(x, 82, f"{axis} × {size}", "soft small") for x, axis, size in zip(columns, plan.mesh.axes, plan.mesh.sizes)
+    ]
     for row in model_map(plan):
         label = row.label + (f"  × {row.times}" if "{" in row.label else "")
-        parts += [text(LEFT + 18 * row.depth, y, label, "" if row.home else "bold"), text(260, y, row.type, "mono soft")]
+        parts += [
+            text(LEFT + 18 * row.depth, y, label, "" if row.home else "bold"),
+            text(260, y, row.type, "mono soft"),
+        ]
         for x, state in zip(columns, map(str, row.home.states if row.home else ())):
             chip = f'<rect x="{x}" y="{y - 13:.1f}" width="46" height="18" rx="5" class="{chip_of(state)}"/>'
             parts += [chip, text(x + 23, y + 0.5, state, "mono in middle")]
@@ -121,8 +128,13 @@ def timeline_picture(plan: Plan) -> str:
     parts += [text(left + x * scale, bottom + 12, label, "soft small middle") for x, label in chart["ticks"][:-1:2]]
     cost = plan.cost
     hidden, sent = cost.comm_seconds - cost.exposed_seconds, quantity(cost.comm_seconds, "s")
-    about = f"blue: forward, purple: backward. Collectives take {sent}, of which {quantity(hidden, 's')} are hidden behind computing."
-    return drawn(f"One step on one of the {plan.mesh.ranks} ranks: {quantity(cost.seconds, 's')}", about, bottom + 30, parts)
+    about = (
+        f"blue: forward, purple: backward. Collectives take {sent}, of which {quantity(hidden, 's')} are hidden "
+        "behind computing."
+    )
+    return drawn(
+        f"One step on one of the {plan.mesh.ranks} ranks: {quantity(cost.seconds, 's')}", about, bottom + 30, parts
+    )
 
 
 def schedule_picture(plan: Plan) -> str:
@@ -138,9 +150,15 @@ def schedule_picture(plan: Plan) -> str:
         parts += [text(x + width / 2, 94 + each["y"], each["label"], "small in middle")] if each["label"] else []
     bottom = 76 + chart["height"]
     every = chart["width"] * scale / 5
-    parts += [text(left + every * at, bottom + 14, label, "soft small middle") for at, label in enumerate(chart["ticks"][:-1:2])]
+    parts += [
+        text(left + every * at, bottom + 14, label, "soft small middle")
+        for at, label in enumerate(chart["ticks"][:-1:2])
+    ]
     waits = f"The busiest stage waits for {100 * plan.cost.bubble_seconds / plan.cost.seconds:.1f} % of it."
-    title = f"{plan.stages} stages, {plan.schedule}, {plan.count} micro-batches on {plan.mesh}: {quantity(plan.cost.seconds, 's')} a step"
+    title = (
+        f"{plan.stages} stages, {plan.schedule}, {plan.count} micro-batches on {plan.mesh}: "
+        f"{quantity(plan.cost.seconds, 's')} a step"
+    )
     return drawn(title, f"blue: forward of a micro-batch, purple: backward. {waits}", bottom + 32, parts)
 
 
@@ -149,7 +167,9 @@ def main(folder: Path) -> None:
     with torch.device("meta"):
         model, deep = GPT(LAYERS).bfloat16(), GPT(7).bfloat16()
     plan = sbpc.plan(model, given, Mesh(data=2, tensor=4, cluster="h100"))
-    stages = sbpc.plan(deep, given, Mesh(pipe=4, data=2, cluster="h100"), stages="pipe", microbatches=8, schedule="1f1b")
+    stages = sbpc.plan(
+        deep, given, Mesh(pipe=4, data=2, cluster="h100"), stages="pipe", microbatches=8, schedule="1f1b"
+    )
     pictures = {"map": map_picture(plan), "timeline": timeline_picture(plan), "schedule": schedule_picture(stages)}
     for name, svg in pictures.items():
         (folder / f"{name}.svg").write_text(svg)

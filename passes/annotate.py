@@ -20,9 +20,9 @@ from sbpc.rules.proof.user_rules import UNPROVED
 def annotate(gm: GraphModule) -> GraphModule:
     """Returns the graph with candidates on every node.
 
-    Before: a joint graph at global shapes. After: `meta["candidates"]` and `meta["signatures"]` on every placeholder and
-    call, `meta["match"]` on every call that has a rule; `meta["notes"]` and `meta["remarks"]` of the module say loudly
-    and quietly which rules are not sbpc's own.
+    Before: a joint graph at global shapes. After: `meta["candidates"]` and `meta["signatures"]` on every placeholder
+    and call, `meta["match"]` on every call that has a rule; `meta["notes"]` and `meta["remarks"]` of the module say
+    loudly and quietly which rules are not sbpc's own.
     """
     result = rebuild(gm)
     known: dict[int, Candidates] = {}
@@ -40,16 +40,21 @@ def annotate(gm: GraphModule) -> GraphModule:
 
 
 def lines_about_rules(gm: GraphModule) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns a line for each rule without a proof, and one for each other rule of the user's and each op that was taken apart."""
+    """Returns a line for each rule without a proof, and one for each other rule of the user's and each op that was
+    taken apart."""
     matched = [node for node in gm.graph.nodes if "match" in node.meta]
     rules = dict.fromkeys(node.meta["match"].entry for node in matched if node.meta["match"].entry.source)
     parts: dict[str, dict[str, None]] = {}
     for node in matched:
         if "decomposed" in node.meta:
             parts.setdefault(node.meta["decomposed"], {})[str(node.target)] = None
-    notes = [f"unproved rule for {r.op}: it was registered without example inputs" for r in rules if r.source == UNPROVED]
+    notes = [
+        f"unproved rule for {r.op}: it was registered without example inputs" for r in rules if r.source == UNPROVED
+    ]
     remarks = [f"{r.source} rule for {r.op}" for r in rules if r.source != UNPROVED]
-    remarks += [f"no rule for {op}, which is planned as what it is made of: {', '.join(ops)}" for op, ops in parts.items()]
+    remarks += [
+        f"no rule for {op}, which is planned as what it is made of: {', '.join(ops)}" for op, ops in parts.items()
+    ]
     return tuple(notes), (*remarks, *panel_remarks(matched))
 
 

@@ -22,11 +22,12 @@ from sbpc.rules.choices import Choice
 def box(gm: GraphModule, assignment: Assignment, mesh: Mesh) -> GraphModule:
     """Returns the graph with its layouts made true on every edge.
 
-    Before: an annotated graph and a choice for every node. After: `meta["sbp"]` on every value, and on every edge both
-    ends have the same layout; a boxing node is `boxing(x, step)` with the Step in `meta["step"]`. A value goes to its alias
-    layout first, once, and from there to every other layout that is read. `meta["call"]` is on all nodes but getitems: the
-    name of the node of `gm` for which a node stands, or, on a boxing node, which reads the boxed value (which makes it, where
-    the value is a result). `meta["of"]` is on boxing nodes: the name of the node of `gm` whose value is boxed.
+    Before: an annotated graph and a choice for every node. After: `meta["sbp"]` on every value, and on every edge
+    both ends have the same layout; a boxing node is `boxing(x, step)` with the Step in `meta["step"]`. A value goes
+    to its alias layout first, once, and from there to every other layout that is read. `meta["call"]` is on all
+    nodes but getitems: the name of the node of `gm` for which a node stands, or, on a boxing node, which reads the
+    boxed value (which makes it, where the value is a result). `meta["of"]` is on boxing nodes: the name of the node
+    of `gm` whose value is boxed.
     """
     return Boxer(gm, assignment, mesh).run()
 
@@ -86,11 +87,14 @@ class Boxer(Copies):
         copy.meta |= {"choice": choice, "sbp": outputs if several else outputs[0], "call": node.name}
 
     def take_apart(self, node: Node, choice: Choice, boxed: list[Node]) -> None:
-        """Writes the calls, and their boxings, that stand for a node whose choice splits a factor that the op alone cannot bear."""
+        """Writes the calls, and their boxings, that stand for a node whose choice splits a factor that the op alone
+        cannot bear."""
         candidates, axes = node.meta["candidates"], self.mesh.axes
         names = {value_of(user)[1]: user.name for user in node.users}
         several = isinstance(node.meta["val"], (tuple, list))
-        outputs = {n: names.get(at, node.name) if several else node.name for at, n in enumerate(candidates.phases.outputs)}
+        outputs = {
+            n: names.get(at, node.name) if several else node.name for at, n in enumerate(candidates.phases.outputs)
+        }
         values: dict[int, Node] = dict(enumerate(boxed))
         for at, part in enumerate(candidates.phases.parts):
             name = outputs.get(part.number) or f"{node.name}_{part.match.op._schema.name.split('::')[1]}"

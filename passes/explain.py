@@ -51,8 +51,8 @@ def explain(plan: Plan, name: str) -> Explanation:
 
 @uncollected()
 def best_alternatives(plan: Plan, names: Sequence[str], most: int) -> dict[str, tuple[Alternative, ...]]:
-    """Returns alternatives of several parameters, at most so many of each; none of a plan under a limit that was read from a file, nor of
-    a loop that was, or is under a limit."""
+    """Returns alternatives of several parameters, at most so many of each; none of a plan under a limit that was
+    read from a file, nor of a loop that was, or is under a limit."""
     if plan.loop is not None and (plan.body is None or plan.options.memory is not None):
         return {}
     plan = of_whole_batch(plan.solved)
@@ -60,7 +60,9 @@ def best_alternatives(plan: Plan, names: Sequence[str], most: int) -> dict[str, 
         return {}
     solved = solved_by(plan, prover_of(plan))
     found = {name: alternatives(solved, *variable(plan, solved.space, name), most) for name in names}
-    return {name: tuple(alternative(plan, solved, each) for each in known if each.labels) for name, known in found.items()}
+    return {
+        name: tuple(alternative(plan, solved, each) for each in known if each.labels) for name, known in found.items()
+    }
 
 
 def of_whole_batch(plan: Plan) -> Plan:
@@ -72,7 +74,9 @@ def solved_by(plan: Plan, prover: Any) -> Solved:
     """Returns the solved problem of a plan; where streams overlap, that of a step in which nothing does."""
     prover = getattr(prover, "serial", prover)
     space, problem, allowed = prover.priced()
-    return Solved(space, problem, prover.proof, checked_bound(problem, prover.proof), space.labels(plan.assignment), allowed)
+    return Solved(
+        space, problem, prover.proof, checked_bound(problem, prover.proof), space.labels(plan.assignment), allowed
+    )
 
 
 def alternative(plan: Plan, solved: Solved, each: Otherwise) -> Alternative:
@@ -81,19 +85,27 @@ def alternative(plan: Plan, solved: Solved, each: Otherwise) -> Alternative:
     space, labels = solved.space, solved.labels
     changed, numbers = solved.touched(each.labels)
     return Alternative(
-        each.layout, solved.seconds + each.difference, each.difference, each.at_least, each.exact,
-        only_in(space, numbers, each.labels, labels), only_in(space, numbers, labels, each.labels),
-        computing(space, changed, each.labels, labels), partial(whole, plan, solved, each),
-    )  # fmt: skip
+        each.layout,
+        solved.seconds + each.difference,
+        each.difference,
+        each.at_least,
+        each.exact,
+        only_in(space, numbers, each.labels, labels),
+        only_in(space, numbers, labels, each.labels),
+        computing(space, changed, each.labels, labels),
+        partial(whole, plan, solved, each),
+    )
 
 
 def prover_of(plan: Plan) -> Prover:
-    """Returns the problem that a plan solves; of a plan from a file, that of the graph in it, with multipliers of messages alone."""
+    """Returns the problem that a plan solves; of a plan from a file, that of the graph in it, with multipliers of
+    messages alone."""
     if plan.prover is not None:
         return plan.prover
     if plan.options.memory is not None:
         raise PlanError(
-            "the file of a plan does not hold the prices of its memory limit, without which nothing explains its layouts\n"
+            "the file of a plan does not hold the prices of its memory limit, without which nothing explains its "
+            "layouts\n"
             "  Plan the model anew and explain that plan: `sbpc explain file.py:function NAME --mesh ... --memory ...`."
         )
     if plan.options.objective == "bytes":

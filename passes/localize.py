@@ -1,4 +1,5 @@
-"""Localizes: makes the program of one rank, the boxed graph at local sizes with collectives in place of boxing nodes."""
+"""Localizes: makes the program of one rank, the boxed graph at local sizes with collectives in place of boxing
+nodes."""
 
 from __future__ import annotations
 
@@ -32,17 +33,18 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 def localize(gm: GraphModule, mesh: Mesh, coordinates: tuple[int, ...]) -> GraphModule:
     """Returns the program of all ranks that have the local shapes of the rank at `coordinates`.
 
-    Before: a boxed graph at global shapes. After: plain ATen ops at local shapes and functional collectives over named
-    groups (`Mesh.group_name`). Placeholders: those of the graph, then for every mesh axis the rank's position, int64 [1].
-    For every value that stands for one of the boxed graph, `meta["local_shape"]` is its shape on this rank,
-    `meta["whole_shape"]` that of the whole. On every call `meta["boxed"]` is the name of the node of the boxed graph for which it is
-    written; for the calls from a wait on, that of the boxing.
+    Before: a boxed graph at global shapes. After: plain ATen ops at local shapes and functional collectives over
+    named groups (`Mesh.group_name`). Placeholders: those of the graph, then for every mesh axis the rank's position,
+    int64 [1]. For every value that stands for one of the boxed graph, `meta["local_shape"]` is its shape on this
+    rank, `meta["whole_shape"]` that of the whole. On every call `meta["boxed"]` is the name of the node of the boxed
+    graph for which it is written; for the calls from a wait on, that of the boxing.
     """
     return Localizer(gm, mesh, coordinates).run()
 
 
 class Localizer(Copies):
-    """Writes the local graph: by node of the boxed one, what stands for it; of an awaited boxing, the calls before its collective."""
+    """Writes the local graph: by node of the boxed one, what stands for it; of an awaited boxing, the calls before
+    its collective."""
 
     def __init__(self, gm: GraphModule, mesh: Mesh, coordinates: tuple[int, ...]) -> None:
         super().__init__()
@@ -51,7 +53,8 @@ class Localizer(Copies):
         self.offsets: dict[tuple[int, tuple[int, ...], str], Node] = {}
         self.about: dict[str, Any] = {}
         self.buckets: dict[str, Bucket] = {}
-        self.missing = Counter(node.meta["bucket"] for node in gm.graph.nodes if "bucket" in node.meta)  # starts, by bucket
+        # starts, by bucket
+        self.missing = Counter(node.meta["bucket"] for node in gm.graph.nodes if "bucket" in node.meta)
 
     def run(self) -> GraphModule:
         """Rewrites node by node."""
@@ -145,8 +148,8 @@ class Localizer(Copies):
         return self.offsets[key]
 
     def start(self, node: Node) -> list[Node]:
-        """Writes one boxing step as far as its collective, which the last of its bucket writes for all. Returns the calls that were
-        written; `end` writes the others."""
+        """Writes one boxing step as far as its collective, which the last of its bucket writes for all. Returns the
+        calls that were written; `end` writes the others."""
         written: list[Node] = []
         name, waiting = node.meta.get("bucket"), False
         bucket = None if name is None else self.buckets.setdefault(name, Bucket(name))
@@ -205,7 +208,8 @@ class Localizer(Copies):
 
 
 def value_at(node: Node) -> torch.Tensor:
-    """Returns a tensor of the shape of a node of a rank's program, without data; its call is tried where that is not known."""
+    """Returns a tensor of the shape of a node of a rank's program, without data; its call is tried where that is not
+    known."""
     if "val" not in node.meta:
         args, kwargs = map_arg((node.args, dict(node.kwargs)), value_at)
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]

@@ -67,22 +67,30 @@ class Pass(NamedTuple):
     when: str
 
 
-PASSES = {each.name: each for each in (  # in the order in which they run; `--dump` writes the graph after each
-    Pass("capture", capture, verify_captured, "always"),
-    Pass("normalize", normalize, verify_captured, "always"),
-    Pass("decompose", decompose, verify_captured, "always"),
-    Pass("lift", lift, verify_captured, "always"),
-    Pass("annotate", annotate, verify_annotated, "always"),
-    Pass("recompute", recompute, verify_annotated, "where recompute= is not 'none'"),
-    Pass("microbatches", micro_batches, verify_annotated, "in micro-batches that are no loop; in two halves where that is faster"),
-    Pass("loop", loop_of, verify_annotated, "in a loop over micro-batches, and in stages"),
-    Pass("cut", cut, verify_annotated, "in a loop: the graphs of its chunks"),
-    Pass("panels", in_panels, verify_annotated, "where panels= is above 1, or None and they are faster"),
-    Pass("assign", Space.solve, verify_assigned, "always; with memory= a `MemorySearch` besides"),
-    Pass("box", box, verify_boxed, "always"),
-    Pass("schedule", schedule, verify_boxed, "where collectives run beside computing"),
-    Pass("localize", localize, verify_local, "always, for each class of ranks"),
-)}  # fmt: skip
+PASSES = {
+    each.name: each
+    for each in (  # in the order in which they run; `--dump` writes the graph after each
+        Pass("capture", capture, verify_captured, "always"),
+        Pass("normalize", normalize, verify_captured, "always"),
+        Pass("decompose", decompose, verify_captured, "always"),
+        Pass("lift", lift, verify_captured, "always"),
+        Pass("annotate", annotate, verify_annotated, "always"),
+        Pass("recompute", recompute, verify_annotated, "where recompute= is not 'none'"),
+        Pass(
+            "microbatches",
+            micro_batches,
+            verify_annotated,
+            "in micro-batches that are no loop; in two halves where that is faster",
+        ),
+        Pass("loop", loop_of, verify_annotated, "in a loop over micro-batches, and in stages"),
+        Pass("cut", cut, verify_annotated, "in a loop: the graphs of its chunks"),
+        Pass("panels", in_panels, verify_annotated, "where panels= is above 1, or None and they are faster"),
+        Pass("assign", Space.solve, verify_assigned, "always; with memory= a `MemorySearch` besides"),
+        Pass("box", box, verify_boxed, "always"),
+        Pass("schedule", schedule, verify_boxed, "where collectives run beside computing"),
+        Pass("localize", localize, verify_local, "always, for each class of ranks"),
+    )
+}
 FRONT = ("normalize", "decompose", "lift", "annotate")
 
 
@@ -148,14 +156,19 @@ def front(captured: GraphModule, stages: Stages) -> GraphModule:
 
 
 def finish(
-    gm: GraphModule, mesh: Mesh, wished: Wishes, options: Options, stages: Stages,
-    experts: Callable[[], Iterable[Mapping[str, Wish]]] | None = None, exact: bool = True,
-) -> Plan:  # fmt: skip
+    gm: GraphModule,
+    mesh: Mesh,
+    wished: Wishes,
+    options: Options,
+    stages: Stages,
+    experts: Callable[[], Iterable[Mapping[str, Wish]]] | None = None,
+    exact: bool = True,
+) -> Plan:
     """Returns the plan of an annotated graph. The boxed and local graphs are made on first use.
 
-    exact: whether a small problem is solved to the end. experts: the wishes of schemes that the plan is not to be slower
-    than. They are tried unless the plan is proved best: in spaces of more than FEW labels, to a gap of GAP. Raises
-    MemoryLimitError if the plan does not fit into the memory that `options` name and none that does is found.
+    exact: whether a small problem is solved to the end. experts: the wishes of schemes that the plan is not to be
+    slower than. They are tried unless the plan is proved best: in spaces of more than FEW labels, to a gap of GAP.
+    Raises MemoryLimitError if the plan does not fit into the memory that `options` name and none that does is found.
     """
     solved_on = objective_mesh(mesh, options.objective)
     in_order = options.in_order
@@ -185,13 +198,15 @@ def finish(
             plan = bounded(plan, options, solve)
     elif options.overlaps:
         with stages.timed("schedule"):
-            ideal = mesh.cluster.name == "ideal"  # it predicts no machine, so the layouts that send least are as good as any
+            # it predicts no machine, so the layouts that send least are as good as any
+            ideal = mesh.cluster.name == "ideal"
             plan = choose(plan, options, solve, () if ideal else schemes, made, 1 if ideal else WEIGHTS)
     return plan
 
 
 def searched(gm: GraphModule, free: Plan, wished: Wishes, stages: Stages) -> MemorySearch:
-    """Returns the search for plans of a graph that take less memory than its plan `free`; on the mesh whose seconds are minimised."""
+    """Returns the search for plans of a graph that take less memory than its plan `free`; on the mesh whose seconds
+    are minimised."""
     stored = annotate(store(gm))
     if free.options.dynamic is not None:
         declare(stored, free.options.dynamic)
@@ -215,9 +230,7 @@ def no_slower(
     return assignment, max(bound, again)
 
 
-def followed(
-    space: Space, outputs: Mapping[int, Wish], experts: Iterable[Mapping[str, Wish]]
-) -> Iterator[Assignment]:
+def followed(space: Space, outputs: Mapping[int, Wish], experts: Iterable[Mapping[str, Wish]]) -> Iterator[Assignment]:
     """Yields the best assignment of each scheme that can be met on the graph and mesh of a space."""
     for wishes in experts:
         with suppress(PinError, LayoutError):
@@ -228,12 +241,21 @@ def make_plan(
     gm: GraphModule, mesh: Mesh, assignment: Assignment, bound: float, options: Options, stages: Stages
 ) -> Plan:
     """Returns the plan of an assignment for an annotated graph, checked."""
-    return Plan(mesh, [Chunk(mesh, assigned(stages, mesh, gm, assignment), assignment, REWRITER)], options, bound, times=stages.times)
+    return Plan(
+        mesh,
+        [Chunk(mesh, assigned(stages, mesh, gm, assignment), assignment, REWRITER)],
+        options,
+        bound,
+        times=stages.times,
+    )
 
 
 def make_chunk(mesh: Mesh, stages: Stages, gm: GraphModule, assignment: Assignment, *about: Any) -> Chunk:
-    """Returns a chunk, which is annotated and checked when its graph is first asked for. about: what its ports stand for, see `Chunk`."""
-    return Chunk(mesh, gm, assignment, REWRITER, lambda gm, assignment: assigned(stages, mesh, annotate(gm), assignment), *about)
+    """Returns a chunk, which is annotated and checked when its graph is first asked for. about: what its ports stand
+    for, see `Chunk`."""
+    return Chunk(
+        mesh, gm, assignment, REWRITER, lambda gm, assignment: assigned(stages, mesh, annotate(gm), assignment), *about
+    )
 
 
 def assigned(stages: Stages, mesh: Mesh, gm: GraphModule, assignment: Assignment) -> GraphModule:
@@ -248,15 +270,25 @@ def objective_mesh(mesh: Mesh, objective: str) -> Mesh:
     if objective != BYTES:
         return mesh
     links = replace(
-        mesh.cluster, name="bytes", peak=inf, memory_bandwidth=inf, launch=0.0, collectives=(), ranks_per_node=1 << 30,
-        intra_latency=0.0, inter_latency=0.0, intra_bandwidth=1.0, inter_bandwidth=1.0,
-    )  # fmt: skip
+        mesh.cluster,
+        name="bytes",
+        peak=inf,
+        memory_bandwidth=inf,
+        launch=0.0,
+        collectives=(),
+        ranks_per_node=1 << 30,
+        intra_latency=0.0,
+        inter_latency=0.0,
+        intra_bandwidth=1.0,
+        inter_bandwidth=1.0,
+    )
     return Mesh(cluster=links, **dict(zip(mesh.axes, mesh.sizes)))
 
 
 @uncollected()
 def page(plan: Plan, losses: Mapping[str, Sequence[float]] | None, measured: Sequence[Event]) -> str:
-    """Returns the page about a plan, with the best alternatives of its parameters; of equal blocks, those of the first."""
+    """Returns the page about a plan, with the best alternatives of its parameters; of equal blocks, those of the
+    first."""
     names = [row.name for row in model_map(plan) if row.home is not None]
     return page_html(plan, best_alternatives(plan, names, ALTERNATIVES), losses, measured)
 

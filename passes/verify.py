@@ -25,7 +25,8 @@ Programs = tuple[GraphModule, Callable[[int], GraphModule]]  # a boxed graph, an
 
 
 def verify(chunk: Chunk, programs: Iterable[Programs]) -> int:
-    """Checks all graphs of a chunk, and returns the number of edges checked. Raises VerifyError with the offending node.
+    """Checks all graphs of a chunk, and returns the number of edges checked. Raises VerifyError with the offending
+    node.
 
     programs: those that ranks run.
     """
@@ -43,7 +44,8 @@ def verify(chunk: Chunk, programs: Iterable[Programs]) -> int:
 
 
 def verify_order(mesh: Mesh, programs: list[GraphModule], ranks: list[int]) -> None:
-    """Checks that every collective of every program has one wait, and that all ranks of a group start the same ones in one order.
+    """Checks that every collective of every program has one wait, and that all ranks of a group start the same ones
+    in one order.
 
     ranks: the number of its program by rank.
     """
@@ -53,7 +55,8 @@ def verify_order(mesh: Mesh, programs: list[GraphModule], ranks: list[int]) -> N
 
 
 def verify_captured(gm: GraphModule) -> int:
-    """Checks that every value has a shape, every port a placeholder or output, and that fx itself finds the graph sound."""
+    """Checks that every value has a shape, every port a placeholder or output, and that fx itself finds the graph
+    sound."""
     gm.graph.lint()
     ports, output = gm.meta["ports"], gm.graph.output_node()
     inputs, outputs = len(gm.graph.find_nodes(op="placeholder")), len(results(gm))
@@ -91,7 +94,8 @@ def verify_annotated(gm: GraphModule) -> int:
 
 
 def verify_assigned(gm: GraphModule, assignment: Assignment, mesh: Mesh) -> None:
-    """Checks that every node has a legal choice among its candidates, and that gradients are left in their parameter's home."""
+    """Checks that every node has a legal choice among its candidates, and that gradients are left in their
+    parameter's home."""
     seen = set[tuple[int, int]]()  # equal nodes share their choice
     for node in gm.graph.nodes:
         if "candidates" not in node.meta:
@@ -106,7 +110,9 @@ def verify_assigned(gm: GraphModule, assignment: Assignment, mesh: Mesh) -> None
         seen.add((id(choice), id(candidates)))
     homes = {port.name: assignment.choices[node.name].output(0, mesh.axes) for port, node in placeholders(gm).items()}
     ends, outputs = gm.graph.output_node(), gm.meta["ports"].outputs
-    require(len(assignment.outputs) == len(outputs), f"{len(outputs)} outputs in {len(assignment.outputs)} layouts", ends)
+    require(
+        len(assignment.outputs) == len(outputs), f"{len(outputs)} outputs in {len(assignment.outputs)} layouts", ends
+    )
     for port, node, layout in zip(outputs, results(gm), assignment.outputs):
         if node is None:
             require(layout is None, f"there is no {port.kind} {port.name}, and it is left in {layout}", ends)
@@ -118,7 +124,8 @@ def verify_assigned(gm: GraphModule, assignment: Assignment, mesh: Mesh) -> None
 
 
 def verify_boxed(gm: GraphModule, mesh: Mesh) -> int:
-    """Checks that on every edge the layout that is produced is the one that is read, and that each boxing is one legal step."""
+    """Checks that on every edge the layout that is produced is the one that is read, and that each boxing is one
+    legal step."""
     edges = 0
     for node in gm.graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
@@ -131,7 +138,13 @@ def verify_boxed(gm: GraphModule, mesh: Mesh) -> int:
             continue
         for slot, operand in enumerate(operands(node)):
             produced, step = layout_at(operand), node.meta.get("step")
-            read = step.before if step is not None else layout_at(node) if is_sum(node) else node.meta["choice"].input(slot, mesh.axes)
+            read = (
+                step.before
+                if step is not None
+                else layout_at(node)
+                if is_sum(node)
+                else node.meta["choice"].input(slot, mesh.axes)
+            )
             require(produced == read, f"operand {slot} is {produced}, and is read as {read}", node)
             if step is not None:
                 legal = all(part in steps(part.before, node.meta["val"].dim()) for part in step.parts)

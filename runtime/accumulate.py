@@ -1,7 +1,7 @@
 """Add up the gradients of several backwards on each rank, and communicate their sum once: `with module.no_sync():`.
 
-The last calls on a gradient's way home, from the first collective on, are linear. So the sum may be taken before them, of what they
-read, and they run once for all backwards.
+The last calls on a gradient's way home, from the first collective on, are linear. So the sum may be taken before
+them, of what they read, and they run once for all backwards.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # in which
 class Sums:
     """What backwards within `no_sync` have computed of gradients: what their ways home begin with, in order.
 
-    collects: whether `no_sync` is on. held: by place, in a loop by chunk and name; None for nothing. owner: what ran these backwards.
+    collects: whether `no_sync` is on. held: by place, in a loop by chunk and name; None for nothing. owner: what ran
+    these backwards.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,8 @@ class Sums:
         self.owner, self.held = owner, held
 
     def taken_by(self, owner: object) -> Any:
-        """Returns what has been collected, None for nothing. Raises PlanError if it is of another plan, or of a step that failed."""
+        """Returns what has been collected, None for nothing. Raises PlanError if it is of another plan, or of a step
+        that failed."""
         if self.held is not None and self.owner is None:
             raise PlanError(
                 "a step failed amid adding to the gradients that no_sync keeps, which are half of a sum now\n"
@@ -79,13 +81,16 @@ class Sums:
             )
         if self.held is not None and self.owner is not owner:
             raise PlanError(
-                "no_sync has kept gradients of one plan, and now another one runs: the module is in another mode (train or eval),"
+                "no_sync has kept gradients of one plan, and now another one runs: the module is in another mode "
+                "(train or eval),"
                 " or its arguments have other shapes\n"
                 "  Call backward outside of no_sync before that, or module.zero_grad()."
             )
         return self.held
 
-    def gradients(self, owner: object, bring_home: Callable[[Sequence[Tensor]], T], computed: Sequence[Tensor]) -> T | None:
+    def gradients(
+        self, owner: object, bring_home: Callable[[Sequence[Tensor]], T], computed: Sequence[Tensor]
+    ) -> T | None:
         """Takes what a backward has computed. Returns what `bring_home` makes of the sums, None while it collects.
 
         Raises PlanError if what has been collected is of another plan.
@@ -95,7 +100,8 @@ class Sums:
         if before is not None:
             sums = [held.add_(each) for held, each in zip(before, computed)]
         else:
-            sums = [each.to(WIDE.get(each.dtype, each.dtype)).contiguous() for each in computed]  # which may be expanded
+            # which may be expanded
+            sums = [each.to(WIDE.get(each.dtype, each.dtype)).contiguous() for each in computed]
         found = None if self.collects else bring_home([total.to(each.dtype) for total, each in zip(sums, computed)])
         self.keep(owner, sums if self.collects else None)
         return found

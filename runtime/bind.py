@@ -18,7 +18,9 @@ from sbpc.plans.rank_programs import Programs
 
 AnyPlan = Plan | Programs
 ANOTHER_MODEL = "Give the model that was planned, or plan this one."
-OTHER_SHAPES = "Plan once for every shape, which sbpc.parallelize(..., also=) takes, or pad the last batch to the planned one."
+OTHER_SHAPES = (
+    "Plan once for every shape, which sbpc.parallelize(..., also=) takes, or pad the last batch to the planned one."
+)
 
 
 def check_plan(plan: Any) -> None:
@@ -37,7 +39,8 @@ def stored(plan: AnyPlan, model: nn.Module) -> dict[Port, Tensor]:
     more = [name for name in dict(model.named_parameters()) if name not in known]
     if missing or more:
         raise PlanError(
-            f"the model is not the one that was planned: it lacks {missing[:3] or 'nothing'} and has {more[:3] or 'nothing'} besides\n"
+            f"the model is not the one that was planned: it lacks {missing[:3] or 'nothing'} and has "
+            f"{more[:3] or 'nothing'} besides\n"
             f"  {ANOTHER_MODEL}"
         )
     for name, (_, value) in planned.items():
@@ -55,20 +58,24 @@ def check_module(model: Any) -> None:
 
 
 def check_guards(model: nn.Module, *plans: AnyPlan) -> None:
-    """Raises PlanError if a model's attributes are not as they were for any of some plans. A bare tree of weights has none."""
+    """Raises PlanError if a model's attributes are not as they were for any of some plans. A bare tree of weights
+    has none."""
     check_module(model)
     if type(model) is nn.Module:
         return
     hooked = next((name for name, value in model.named_parameters() if has_hook(value)), None)
     if hooked is not None:
-        raise PlanError(f"the parameter {hooked!r} has a hook, which nothing calls\n  Register it on that of the parallel module.")
+        raise PlanError(
+            f"the parameter {hooked!r} has a hook, which nothing calls\n  Register it on that of the parallel module."
+        )
     errors = [Guards(model, plan.options.guards, hooks=True).broken() for plan in plans]
     if errors[0] is not None and None not in errors:
         raise errors[0]
 
 
 def check_modes(model: nn.Module, plan: AnyPlan) -> None:
-    """Raises PlanError if submodules are in another mode (train or eval) than when the plan was made. A bare tree of weights has none."""
+    """Raises PlanError if submodules are in another mode (train or eval) than when the plan was made. A bare tree of
+    weights has none."""
     submodules = dict(model.named_modules())
     modes = frozenset(name for name, each in submodules.items() if not each.training)
     if type(model) is not nn.Module and modes != (planned := frozenset(plan.options.eval) & submodules.keys()):
@@ -76,7 +83,8 @@ def check_modes(model: nn.Module, plan: AnyPlan) -> None:
 
 
 def other_mode(modes: frozenset[str], planned: frozenset[str]) -> PlanError:
-    """Returns the error about submodules in eval mode, by name, that are not those that were when the model was planned."""
+    """Returns the error about submodules in eval mode, by name, that are not those that were when the model was
+    planned."""
     name = min(modes ^ planned)
     mode = {True: "eval", False: "train"}
     return PlanError(
@@ -100,11 +108,16 @@ def arguments(plan: AnyPlan, args: Sequence[Any], kwargs: Mapping[str, Any] | No
     return leaves
 
 
-def check(what: str, given: Tensor, planned: Tensor, shape: Sequence[int] | None = None, todo: str = OTHER_SHAPES) -> None:
-    """Raises PlanError unless a tensor has the planned dtype and shape, or the planned dtype and `shape`. todo: what then is to be done."""
+def check(
+    what: str, given: Tensor, planned: Tensor, shape: Sequence[int] | None = None, todo: str = OTHER_SHAPES
+) -> None:
+    """Raises PlanError unless a tensor has the planned dtype and shape, or the planned dtype and `shape`. todo: what
+    then is to be done."""
     shape = tuple(planned.shape if shape is None else shape)
     if tuple(given.shape) != shape or given.dtype != planned.dtype:
-        raise PlanError(f"{what} is {given.dtype} {tuple(given.shape)}, the plan is for {planned.dtype} {shape}\n  {todo}")
+        raise PlanError(
+            f"{what} is {given.dtype} {tuple(given.shape)}, the plan is for {planned.dtype} {shape}\n  {todo}"
+        )
 
 
 def default_tangents(plan: AnyPlan, tangents: Any) -> list[Tensor]:

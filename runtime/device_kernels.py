@@ -50,8 +50,9 @@ def placed(gm: GraphModule, where: torch.device) -> GraphModule:
 def attend(graph: Graph, choose: Choice) -> None:
     """Replaces the attention ops of CPUs by the kernels of `choose`.
 
-    The kernels agree in their results. If anything but the backward of the same attention reads the logsumexp, such as a collective,
-    the formula is taken. Where the backward is a program of its own, which is given the logsumexp, it chooses by the same operands.
+    The kernels agree in their results. If anything but the backward of the same attention reads the logsumexp, such
+    as a collective, the formula is taken. Where the backward is a program of its own, which is given the logsumexp,
+    it chooses by the same operands.
     """
     back = {node: named(node) for node in graph.nodes if node.target is BACK}
     kernels: dict[Node, str] = {}  # by the node of the logsumexp
@@ -60,7 +61,9 @@ def attend(graph: Graph, choose: Choice) -> None:
             given = named(node)
             sums = [user for user in node.users if user.args[1] == 1]
             readers = [reader for each in sums for reader in each.users]
-            private = all(reader.op == "output" or (reader in back and back[reader]["logsumexp"] in sums) for reader in readers)
+            private = all(
+                reader.op == "output" or (reader in back and back[reader]["logsumexp"] in sums) for reader in readers
+            )
             kernel = kernel_of(given, choose) if private else "formula"
             kernels |= dict.fromkeys(sums, kernel)
             replace_call(node, KERNELS[kernel][0], given, ("query", "key", "value", "attn_mask", "is_causal", "scale"))
@@ -100,13 +103,16 @@ def fastest(operands: list[Tensor], mask: Tensor | None, causal: bool, where: to
 
 
 def in_eights(*tensors: Tensor) -> list[Tensor]:
-    """Returns the tensors with zeros behind their last dim up to a multiple of 8, without which flash attention refuses them."""
+    """Returns the tensors with zeros behind their last dim up to a multiple of 8, without which flash attention
+    refuses them."""
     return [torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in tensors]
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
     scale = scale or 1 / math.sqrt(q.shape[-1])
-    out, logsumexp, *_ = laid_out(aten._scaled_dot_product_flash_attention.default)(*in_eights(q, k, v), 0.0, causal, False, scale=scale)
+    out, logsumexp, *_ = laid_out(aten._scaled_dot_product_flash_attention.default)(
+        *in_eights(q, k, v), 0.0, causal, False, scale=scale
+    )
     return out[..., : v.shape[-1]], logsumexp
 
 
@@ -115,7 +121,10 @@ def flash_back(
 ) -> Any:
     seed = q.new_empty((), dtype=torch.int64)  # nothing is drawn: dropout is an op of its own in a plan
     ends = None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed
-    scale, back = scale or 1 / math.sqrt(q.shape[-1]), laid_out(aten._scaled_dot_product_flash_attention_backward.default)
+    scale, back = (
+        scale or 1 / math.sqrt(q.shape[-1]),
+        laid_out(aten._scaled_dot_product_flash_attention_backward.default),
+    )
     found = back(*in_eights(g, q, k, v, out), lse, *ends, scale=scale)
     return tuple(each[..., : x.shape[-1]] for each, x in zip(found, (q, k, v)))
 

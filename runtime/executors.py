@@ -48,7 +48,8 @@ BINDINGS: dict[Any, Callable[..., Any]] = {
     aten.sub.Tensor: torch.sub,
     aten.sum.dim_IntList: torch.sum,
 }
-"""Python functions of torch that call just this op when given its arguments, in half the time that the op object takes."""
+"""Python functions of torch that call just this op when given its arguments, in half the time that the op object
+takes."""
 
 
 def code(gm: GraphModule) -> BoxedFunction:
@@ -110,7 +111,8 @@ def inductor(gm: GraphModule) -> BoxedFunction:
 
 
 def overlaps(x: Tensor) -> bool:
-    """Returns whether elements of a tensor may share memory, as those of an expanded one do: it cannot be copied into."""
+    """Returns whether elements of a tensor may share memory, as those of an expanded one do: it cannot be copied
+    into."""
     reach = 0
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size != 1):
         if stride <= reach and x.numel():
@@ -131,7 +133,8 @@ UNINITIALISED = ("aten.empty", "aten.new_empty", *BROUGHT)  # whose results may 
 
 
 class NanCheck(Interpreter):
-    """Runs a program node by node. The first value with a NaN ends it with an error that names its node and this rank."""
+    """Runs a program node by node. The first value with a NaN ends it with an error that names its node and this
+    rank."""
 
     def run_node(self, n: Node) -> Any:
         """Runs one node and looks at its value."""

@@ -1,7 +1,7 @@
 """Load exported files: the programs of every rank, which run without planning and without the model's source.
 
-The file is a plan's file (JSON with a checksum, see `plan_file`) to which the programs are added. Opening it runs no code
-and unpickles nothing. Weights lie beside it as safetensors.
+The file is a plan's file (JSON with a checksum, see `plan_file`) to which the programs are added. Opening it runs no
+code and unpickles nothing. Weights lie beside it as safetensors.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from sbpc.runtime.state.weight_files import reader, tree
 def load_programs(path: str | Path, step: str | None = None) -> Programs:
     """Returns the programs of one step of an exported file: "train" or "inference", by default the first that it holds.
 
-    They take the place of a plan in `sbpc.parallelize` and `sbpc.simulate`. Reading runs nothing of the file. They are checked:
-    every value has the shape that its layout gives it, and the ranks of every group run the same collectives.
+    They take the place of a plan in `sbpc.parallelize` and `sbpc.simulate`. Reading runs nothing of the file. They
+    are checked: every value has the shape that its layout gives it, and the ranks of every group run the same
+    collectives.
 
     Raises PlanError if the file is no exported one, is damaged, or does not fit this sbpc and torch.
     """
@@ -82,7 +83,9 @@ def inputs_beside(path: str | Path) -> Path:
     return Path(path).with_suffix(".inputs.safetensors")
 
 
-def module_of(programs: Plan | Programs, file: str | Path, executor: str = "code", device: str | None = None) -> nn.Module:
+def module_of(
+    programs: Plan | Programs, file: str | Path, executor: str = "code", device: str | None = None
+) -> nn.Module:
     """Returns the parallel module of programs with the weights in a file, or zeros."""
     values = {port.name: value for port, value in programs.shapes.items() if port.kind in (PARAMETER, BUFFER)}
     read = (lambda name: torch.zeros_like(values[name], device="cpu")) if file == "zeros" else reader(file, values)

@@ -30,7 +30,9 @@ class AtOnce:
     def __init__(self) -> None:
         self.handles: list[Tensor] = []
 
-    def run(self, runner: Runner, sums: Sums, values: list[Tensor], parameters: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    def run(
+        self, runner: Runner, sums: Sums, values: list[Tensor], parameters: list[Tensor], leaves: list[Tensor]
+    ) -> list[Tensor]:
         """Returns the results."""
         del parameters
         with torch.no_grad():

@@ -38,7 +38,9 @@ from sbpc.runtime.step_function import Apart
 
 log = logging.getLogger("sbpc")
 RUNNERS = "_sbpc_runners"
-IDLE = "stage %d has no trained parameter: give the optimizer a group, as in AdamW([{'params': [*module.parameters()]}])"
+IDLE = (
+    "stage %d has no trained parameter: give the optimizer a group, as in AdamW([{'params': [*module.parameters()]}])"
+)
 
 
 def parallelize(
@@ -54,33 +56,39 @@ def parallelize(
 ) -> nn.Module:
     """Returns `model` as this rank of `plan.mesh` runs it, under torchrun: a new module with DTensor parameters.
 
-    It has the same names and the same forward, and its class is a subclass of the model's. The model is left as it was: make
-    the optimizer after this call, of the new module's parameters. They hold this rank's shards, of rank 0's values, in their
-    homes; one that no output depends on stays whole. State dicts come as DTensors, and `load_state_dict` takes them whole or
-    as DTensors of any layout. `torch.save` refuses parts: all ranks get whole tensors from `get_model_state_dict(module, options=
-    StateDictOptions(full_state_dict=True))` of torch.distributed.checkpoint.state_dict, which rank 0 may save.
+    It has the same names and the same forward, and its class is a subclass of the model's. The model is left as it
+    was: make the optimizer after this call, of the new module's parameters. They hold this rank's shards, of rank
+    0's values, in their homes; one that no output depends on stays whole. State dicts come as DTensors, and
+    `load_state_dict` takes them whole or as DTensors of any layout. `torch.save` refuses parts: all ranks get whole
+    tensors from `get_model_state_dict(module, options= StateDictOptions(full_state_dict=True))` of
+    torch.distributed.checkpoint.state_dict, which rank 0 may save.
 
-    Every rank gives the whole batch, the same on all, or its own shard where the plan was made with `inputs=`; results come
-    likewise. In the first three calls and every twentieth one the ranks compare checksums of what is to be the same, and all
-    raise PlanError if it is not, as with a DistributedSampler; after these three not of floating-point numbers on GPUs, which
-    ranks may have computed to other last bits. Ranks may evaluate alone where their programs send nothing.
+    Every rank gives the whole batch, the same on all, or its own shard where the plan was made with `inputs=`;
+    results come likewise. In the first three calls and every twentieth one the ranks compare checksums of what is to
+    be the same, and all raise PlanError if it is not, as with a DistributedSampler; after these three not of
+    floating-point numbers on GPUs, which ranks may have computed to other last bits. Ranks may evaluate alone where
+    their programs send nothing.
 
     `loss = module.step(*args)` runs forward and backward as one
     program and leaves the gradients in `.grad`: it takes the seconds that the plan predicts. Backwards within `with
-    module.no_sync():` send no gradients; the next one outside sends their sum. A DTensor argument is brought to the planned
-    layout. Where the plan has a `loss`, give `(*args, *targets)`. `module.clip_grad_norm_(max_norm)` clips the gradients by their
-    norm over all ranks.
+    module.no_sync():` send no gradients; the next one outside sends their sum. A DTensor argument is brought to the
+    planned layout. Where the plan has a `loss`, give `(*args, *targets)`. `module.clip_grad_norm_(max_norm)` clips
+    the gradients by their norm over all ranks.
 
-    A loop over micro-batches, with stages or without, is run by `module.step(*args)` alone: every rank gives the whole batch, the same
-    on all, and gets the results. For a forward, or a backward apart, give a plan of one program in `also`, which stages do not have:
-    there a rank holds the parameters of its stages, and those of other stages are None. Whole state dicts load as they are;
-    `state_dict()` has this rank's stages alone, `sbpc.Checkpoints` saves all. Stages skip a step of `torch.amp.GradScaler` together if
-    all have gradients of the same dtypes.
+    A loop over micro-batches, with stages or without, is run by `module.step(*args)` alone: every rank gives the
+    whole batch, the same on all, and gets the results. For a forward, or a backward apart, give a plan of one
+    program in `also`, which stages do not have: there a rank holds the parameters of its stages, and those of other
+    stages are None. Whole state dicts load as they are; `state_dict()` has this rank's stages alone,
+    `sbpc.Checkpoints` saves all. Stages skip a step of `torch.amp.GradScaler` together if all have gradients of the
+    same dtypes.
 
     also       more plans of the model, made with `pin=plan.parameters`, so that they store the parameters as `plan` does: for
-               arguments of other shapes, such as a last smaller batch, for `.eval()`, or with `train=False`; loops, too. A call runs the
-               plan that was made in the mode (train or eval) that the module is in and on arguments of the same shapes; of two such
-               plans, the one with a backward if gradients are on; of plans made with other values of `model.beta`, say, the one made
+               arguments of other shapes, such as a last smaller batch, for `.eval()`, or with `train=False`; loops,
+               too. A call runs the
+               plan that was made in the mode (train or eval) that the module is in and on arguments of the same shapes;
+               of two such
+               plans, the one with a backward if gradients are on; of plans made with other values of `model.beta`, say,
+               the one made
                with that which `module.beta` has. There is one state, whichever plan runs:
 
                    small = sbpc.plan(model, last_batch, mesh, pin=plan.parameters)
@@ -89,24 +97,28 @@ def parallelize(
 
     evaluate   one more such plan, for when `.eval()` is called on the module.
     init       what builds the model on one device, such as its class, for a model on the meta device that is too large for one.
-               Its ops are recorded and replayed for one parameter at a time: a rank holds its shards and the largest parameter
-               at most, and the numbers are those that one device draws from the seed of rank 0. Constructors that look at
+               Its ops are recorded and replayed for one parameter at a time: a rank holds its shards and the largest
+                   parameter
+               at most, and the numbers are those that one device draws from the seed of rank 0. Constructors that look
+               at
                values, such as rejection sampling in `trunc_normal_`, are refused.
     weights    what gives the whole tensor of a name, one after another, in place of the model's, which may be on the meta device.
     executor   "code" (generated), "inductor", "interpreter", or "nans", which ends with NanError at the first op that makes NaN,
                with its module and your line.
     device     "cuda" or "cpu"; by default what there is.
 
-    Random numbers (dropout, `torch.rand` and the like) depend on a seed, on the place in the program and on where an element
-    stands in the whole tensor. So one seed gives the same loss on every mesh, one rank included; they are not the numbers that
-    `torch.manual_seed` gives in eager torch. Forward number n has the seed `sbpc.graph.random_bits.seed_of_step(base, n)`, where
-    base is rank 0's `torch.initial_seed()`. A state_dict does not hold it: keep `module.random_state()`, {"seed": base, "step": n},
-    beside a checkpoint of your own, and give it to `module.set_random_state(state)`. `sbpc.Checkpoints` does.
+    Random numbers (dropout, `torch.rand` and the like) depend on a seed, on the place in the program and on where an
+    element stands in the whole tensor. So one seed gives the same loss on every mesh, one rank included; they are
+    not the numbers that `torch.manual_seed` gives in eager torch. Forward number n has the seed
+    `sbpc.graph.random_bits.seed_of_step(base, n)`, where base is rank 0's `torch.initial_seed()`. A state_dict does
+    not hold it: keep `module.random_state()`, {"seed": base, "step": n}, beside a checkpoint of your own, and give
+    it to `module.set_random_state(state)`. `sbpc.Checkpoints` does.
 
-    Ranks with different models, plans or versions of torch say so here. Raises MeshError if there are not as many processes as
-    ranks, PlanError if model and plan do not belong together. The module raises PlanError for arguments of other shapes, under
-    another autocast than was planned, in a mode that was not planned, with other numbers in attributes that the forward reads than
-    were planned, for gradients of gradients, and when it is pickled; LostRankError, which names them, when ranks no longer answer.
+    Ranks with different models, plans or versions of torch say so here. Raises MeshError if there are not as many
+    processes as ranks, PlanError if model and plan do not belong together. The module raises PlanError for arguments
+    of other shapes, under another autocast than was planned, in a mode that was not planned, with other numbers in
+    attributes that the forward reads than were planned, for gradients of gradients, and when it is pickled;
+    LostRankError, which names them, when ranks no longer answer.
     """
     run = executor_of(executor)
     others = [*several(also), *([] if evaluate is None else [evaluate])]
@@ -146,7 +158,8 @@ def source_of_weights(
     weights: Callable[[str], Tensor] | None,
     where: torch.device,
 ) -> Callable[[str], Tensor]:
-    """Returns the function from a name to the whole tensor, the same on all ranks: of `weights`, of `init`, or of the model."""
+    """Returns the function from a name to the whole tensor, the same on all ranks: of `weights`, of `init`, or of
+    the model."""
     if weights is not None:
         return lambda name: of_rank_zero(weights(name), where)
     if init is not None:
@@ -179,7 +192,8 @@ def several(also: Any) -> Sequence[Any]:
 
 
 def check_plans(model: Any, plan: Any, others: Sequence[Any]) -> None:
-    """Raises PlanError for what is no module, for what is no plan, and for plans that store the parameters differently."""
+    """Raises PlanError for what is no module, for what is no plan, and for plans that store the parameters
+    differently."""
     bind.check_module(model)
     for each in (plan, *others):
         bind.check_plan(each)
@@ -213,7 +227,9 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
 
     def step(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         weights = weights_of(self)
-        return joint_step(weights.runner_of(runners, args, kwargs, at_once=True), weights, self.__dict__[RANDOM], args, kwargs)
+        return joint_step(
+            weights.runner_of(runners, args, kwargs, at_once=True), weights, self.__dict__[RANDOM], args, kwargs
+        )
 
     def no_sync(self: nn.Module) -> AbstractContextManager[None]:
         return weights_of(self).sums.no_sync()
@@ -266,8 +282,8 @@ def skeleton(module: nn.Module) -> nn.Module:
 
 
 def fill(result: nn.Module, runner: Runner, value: Callable[[str], Tensor]) -> None:
-    """Replaces the weights of a module by this rank's shards of `value(name)`; parameters of other stages are None, those that are not
-    planned stay whole."""
+    """Replaces the weights of a module by this rank's shards of `value(name)`; parameters of other stages are None,
+    those that are not planned stay whole."""
     plan, made = runner.plan, dict[str, Any]()
     own = {port.name: layout for port, layout in runner.layouts.items() if port.kind == PARAMETER}
     away, homes = plan.parameters.keys() - own.keys(), dict[str, dict[str, Layout]]()
@@ -278,7 +294,11 @@ def fill(result: nn.Module, runner: Runner, value: Callable[[str], Tensor]) -> N
         if first not in made:
             tensor: Any = value(first)
             if isinstance(old, nn.Parameter):
-                tensor = None if first in away else nn.Parameter(sharded(tensor, home, plan.inner, runner.where), old.requires_grad)
+                tensor = (
+                    None
+                    if first in away
+                    else nn.Parameter(sharded(tensor, home, plan.inner, runner.where), old.requires_grad)
+                )
             made[first] = tensor if tensor is None else tensor.to(runner.where)
         table[key] = made[first]
         if isinstance(made[first], nn.Parameter):
@@ -287,4 +307,6 @@ def fill(result: nn.Module, runner: Runner, value: Callable[[str], Tensor]) -> N
         take_state(result.get_submodule(path), named, plan.inner, runner.where)
     elsewhere = [name for name, _, _ in places if plan.ports.tied.get(name, name) in away]
     if elsewhere:
-        result.register_load_state_dict_pre_hook(lambda _, state, prefix, *rest: [state.pop(prefix + name, None) for name in elsewhere])
+        result.register_load_state_dict_pre_hook(
+            lambda _, state, prefix, *rest: [state.pop(prefix + name, None) for name in elsewhere]
+        )

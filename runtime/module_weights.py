@@ -25,9 +25,9 @@ from sbpc.runtime.step import Runner, Way
 class ModuleWeights:
     """The places of a parallel module's weights, looked up once: by port, a table of a submodule and the key in it.
 
-    guards: of the plans, by runner. accepted: what `by_port` last found as planned, by runner and whether it trains. modes, in_mode:
-    the last modes of the submodules, and the runners of plans made in them. sums: the gradients that `no_sync` keeps.
-    steps: how many training steps have run.
+    guards: of the plans, by runner. accepted: what `by_port` last found as planned, by runner and whether it trains.
+    modes, in_mode: the last modes of the submodules, and the runners of plans made in them. sums: the gradients that
+    `no_sync` keeps. steps: how many training steps have run.
     """
 
     places: dict[Port, tuple[dict[str, Any], str]]
@@ -50,15 +50,22 @@ class ModuleWeights:
         if lost:
             raise PlanError(f"the module no longer has {lost[0]!r}\n  Plan and parallelize the model as it is now.")
         places = {port: named[name] for name, port in ports.items()}
-        tied = [(name, named[name], ports[first]) for name, first in plan.ports.tied.items() if name in named and first in ports]
+        tied = [
+            (name, named[name], ports[first])
+            for name, first in plan.ports.tied.items()
+            if name in named and first in ports
+        ]
         guards = {runner: Guards(module, runner.plan.options.guards) for runner in runners}
         return cls(places, tied, dict(module.named_modules()), guards)
 
-    def runner_of(self, runners: list[Runner], args: Sequence[Any], kwargs: dict[str, Any], at_once: bool = False) -> Runner:
+    def runner_of(
+        self, runners: list[Runner], args: Sequence[Any], kwargs: dict[str, Any], at_once: bool = False
+    ) -> Runner:
         """Returns the runner of the plan for this call. Raises PlanError if there is none.
 
-        It was made in the modes and with the numbers that the submodules have now, and for arguments of these shapes. Among several,
-        it is one that trains if gradients are on. at_once: whether forward and backward run together, as a loop always runs them.
+        It was made in the modes and with the numbers that the submodules have now, and for arguments of these
+        shapes. Among several, it is one that trains if gradients are on. at_once: whether forward and backward run
+        together, as a loop always runs them.
         """
         modes = [module.training for module in self.submodules.values()]
         if not self.in_mode or modes != self.modes:
@@ -73,7 +80,10 @@ class ModuleWeights:
         if not at_once:
             found = [runner for runner in found if runner.plan.loop is None]
             if not found:
-                raise PlanError("a module with micro-batches or stages runs forward and backward together\n  Call module.step(*args).")
+                raise PlanError(
+                    "a module with micro-batches or stages runs forward and backward together\n  Call "
+                    "module.step(*args)."
+                )
         errors = []
         for runner in found:
             if (error := self.guards[runner].broken()) is None:
@@ -89,7 +99,9 @@ class ModuleWeights:
             raise bind.other_mode(modes, runners[0].modes & self.submodules.keys())
         return found
 
-    def step(self, runner: Runner, random: dict[str, int], args: Sequence[Any], kwargs: dict[str, Any], way: Way) -> Any:
+    def step(
+        self, runner: Runner, random: dict[str, int], args: Sequence[Any], kwargs: dict[str, Any], way: Way
+    ) -> Any:
         """Runs a step, see `Runner.run`."""
         train = runner.trains and torch.is_grad_enabled()
         given = self.by_port(runner, train)
@@ -131,7 +143,8 @@ class ModuleWeights:
             for kind in HOOKS if name else ():
                 if getattr(module, kind, None):
                     raise PlanError(
-                        f"{name!r} has a hook of the forward or backward, which nothing calls: the plan runs the model as a whole\n"
+                        f"{name!r} has a hook of the forward or backward, which nothing calls: the plan runs the "
+                        "model as a whole\n"
                         "  Register it before sbpc.plan, so that its tensor ops are planned, or on the whole module."
                     )
 
@@ -146,10 +159,15 @@ def other_shapes(runners: Sequence[Runner], leaves: Sequence[Tensor], structure:
         return f"({', '.join([*map(str, args), *named])})".replace("'", "")
 
     known = [
-        text([(runner.shapes[port].dtype, runner.local_shapes[port]) for port in runner.inputs], runner.plan.ports.arguments)
+        text(
+            [(runner.shapes[port].dtype, runner.local_shapes[port]) for port in runner.inputs],
+            runner.plan.ports.arguments,
+        )
         for runner in runners
     ]
     given = text([(leaf.dtype, leaf.shape) for leaf in leaves], structure)
     lines = ["no plan is for arguments of these shapes", f"given:   {given}", *(f"planned: {each}" for each in known)]
-    todo = "Plan the model on such arguments, too, with pin=plan.parameters, and give it as parallelize(..., also=[...])"
+    todo = (
+        "Plan the model on such arguments, too, with pin=plan.parameters, and give it as parallelize(..., also=[...])"
+    )
     return PlanError("\n  ".join([*lines, f"{todo}; or pad them to planned shapes."]))

@@ -1,4 +1,5 @@
-"""Prepare a rank's program to be run: on its device, with waits where they belong, and with results that share no memory."""
+"""Prepare a rank's program to be run: on its device, with waits where they belong, and with results that share no
+memory."""
 
 from __future__ import annotations
 
@@ -18,11 +19,15 @@ aten = torch.ops.aten
 wait = torch.ops._c10d_functional.wait_tensor.default
 
 
-def prepared(gm: GraphModule, where: torch.device, scheduled: bool, early: int, late: int, left: int | None = None) -> GraphModule:
-    """Returns a program whose first `left` outputs are left, by default all: `early` results of the forward, then `late` of the backward.
+def prepared(
+    gm: GraphModule, where: torch.device, scheduled: bool, early: int, late: int, left: int | None = None
+) -> GraphModule:
+    """Returns a program whose first `left` outputs are left, by default all: `early` results of the forward, then
+    `late` of the backward.
 
-    No result is a placeholder, and no two are the same tensor object. No two of the backward share memory, nor with an input or with
-    anything before them: a training loop adds to gradients in place. scheduled: whether waits stand where they are to be.
+    No result is a placeholder, and no two are the same tensor object. No two of the backward share memory, nor with
+    an input or with anything before them: a training loop adds to gradients in place. scheduled: whether waits stand
+    where they are to be.
     """
     copies = Copies()
     for node in gm.graph.find_nodes(op="placeholder"):
@@ -51,7 +56,9 @@ def late_waits(body: Sequence[Node]) -> list[Node]:
         order.append(node)
 
     for node in body:
-        view = not is_sum(node) and memory_of(node) is not node and any(used in waiting for used in node.all_input_nodes)
+        view = (
+            not is_sum(node) and memory_of(node) is not node and any(used in waiting for used in node.all_input_nodes)
+        )
         if node.target is wait or view:
             waiting.add(node)
         else:
@@ -84,7 +91,8 @@ def separate(gm: GraphModule, places: range, op: OpOverload, root: Callable[[Nod
 def memory_of(node: Node) -> Node:
     """Returns the node in whose memory a value may lie: itself, or what it is a view of."""
     call = node.all_input_nodes[0] if node.target is operator.getitem else node
-    if call.op != "call_function" or not isinstance(call.target, OpOverload):  # a function of `sbpc.runtime.device_kernels`
+    # a function of `sbpc.runtime.device_kernels`
+    if call.op != "call_function" or not isinstance(call.target, OpOverload):
         return node
     if call.target is wait:
         return memory_of(call.all_input_nodes[0])

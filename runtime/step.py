@@ -53,7 +53,9 @@ class Way(Protocol):
 
     how: str
 
-    def run(self, runner: Any, sums: Sums, values: list[Tensor], parameters: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    def run(
+        self, runner: Any, sums: Sums, values: list[Tensor], parameters: list[Tensor], leaves: list[Tensor]
+    ) -> list[Tensor]:
         """Returns the results for the values that a program takes. leaves: what gets gradients."""
 
 
@@ -65,7 +67,8 @@ class Runner:
     elsewhere: Container[str] = ()  # parameters that this rank has, and that another stage counts
 
     def __init__(self, plan: Plan | Programs, executor: Executor, where: torch.device) -> None:
-        self.plan = copy.copy(plan)  # `certify` may put other layouts into the plan itself, and the weights stay in these
+        # `certify` may put other layouts into the plan itself, and the weights stay in these
+        self.plan = copy.copy(plan)
         self.executor, self.where = executor, where
         self.layouts, self.coordinates = self.held()
         ports, self.shapes = plan.ports, plan.shapes
@@ -81,7 +84,9 @@ class Runner:
             for port in ports.outputs
             if Port(HOMES.get(port.kind, ""), port.name) in self.layouts and port.kind in (GRADIENT, INPUT_GRADIENT)
         }  # in the order of the outputs: what gets a gradient on this rank, and whether it is a parameter
-        self.trains = bool(plan.options.train and any(port.kind in (GRADIENT, INPUT_GRADIENT) for port in ports.outputs))
+        self.trains = bool(
+            plan.options.train and any(port.kind in (GRADIENT, INPUT_GRADIENT) for port in ports.outputs)
+        )
         self.parameters = [port for port in self.takes if port.kind == PARAMETER]
         self.tangents = [at for at, port in enumerate(ports.inputs) if port.kind == TANGENT]
         self.functions: dict[Any, BoxedFunction] = {}
@@ -132,11 +137,13 @@ class Runner:
             for port, leaf in zip(self.inputs, leaves)
         )
 
-    def run(self, given: dict[Port, Any], random: dict[str, int], train: bool, way: Way, sums: Sums | None = None) -> Any:
+    def run(
+        self, given: dict[Port, Any], random: dict[str, int], train: bool, way: Way, sums: Sums | None = None
+    ) -> Any:
         """Returns the results, in the model's structure, for parameters, buffers and arguments; it writes the buffers.
 
-        random: counts the steps that draw. way: what runs the programs of a step that trains. Raises PlanError if the ranks do not make
-        the same call, see `SameCalls`.
+        random: counts the steps that draw. way: what runs the programs of a step that trains. Raises PlanError if
+        the ranks do not make the same call, see `SameCalls`.
         """
         how = way.how + within(sums) if train else "without gradients"
         arguments = [given[port] for port in self.inputs]
@@ -150,7 +157,9 @@ class Runner:
             check_autocast(self.plan.options.dtype, self.where)
             with no_autocast(self.where):
                 if train:
-                    parameters, leaves = ([given[port] for port in ports] for ports in (self.parameters, self.gradients))
+                    parameters, leaves = (
+                        [given[port] for port in ports] for ports in (self.parameters, self.gradients)
+                    )
                     results = way.run(self, sums or Sums(), values, parameters, leaves)
                 else:
                     with torch.no_grad():
@@ -163,7 +172,8 @@ class Runner:
             return bind.outputs(self.plan, named)
 
     def joint(self, values: list[Tensor], sums: Sums) -> tuple[list[Tensor], Sequence[Tensor | None]]:
-        """Runs forward and backward as one program, for a loss with a gradient of 1. Returns results, and gradients by port."""
+        """Runs forward and backward as one program, for a loss with a gradient of 1. Returns results, and gradients
+        by port."""
         for at, gradient in zip(self.tangents, self.gradients_of_results):
             values.insert(at, gradient)
         outputs, first = self.function(UNSENT_JOINT if sums.on else JOINT)(values), len(self.results)
@@ -181,7 +191,8 @@ class Runner:
         return found
 
     def gradients_of(self, sums: Sums, computed: Sequence[Tensor]) -> list[Tensor | None]:
-        """Returns the gradients by port of what UNSENT, or the end of UNSENT_JOINT, gives: None for those that `sums` keeps."""
+        """Returns the gradients by port of what UNSENT, or the end of UNSENT_JOINT, gives: None for those that
+        `sums` keeps."""
         first = list(self.gradients.values()).count(False)
         others, homes = iter(computed[:first]), sums.gradients(self, self.bring_home, computed[first:])
         whole = repeat(None) if homes is None else iter(homes)
@@ -194,13 +205,16 @@ class Runner:
     def for_leaves(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Returns gradients as those of the leaves: a parameter's as a DTensor. None stays None."""
         triples = zip(self.gradients.values(), leaves, gradients)
-        return [with_local(leaf, value) if is_parameter and value is not None else value for is_parameter, leaf, value in triples]
+        return [
+            with_local(leaf, value) if is_parameter and value is not None else value
+            for is_parameter, leaf, value in triples
+        ]
 
     def writes(self, parameters: list[Any], saved: Sequence[Tensor]) -> list[tuple[str, Any, int]]:
         """Returns the parameters whose memory the backward reads, each with how often autograd has seen it written.
 
-        Which these are is the same at every step. `saved` holds shards, and autograd counts writes of the DTensor alone,
-        so parameters are found by their storage.
+        Which these are is the same at every step. `saved` holds shards, and autograd counts writes of the DTensor
+        alone, so parameters are found by their storage.
         """
         if self.read_again is None:
             memory = {storage_of(tensor) for tensor in saved}
@@ -228,7 +242,8 @@ class Runner:
         }
 
     def shard_of(self, port: Port, given: Tensor, train: bool) -> Tensor:
-        """Returns this rank's shard of an argument. A DTensor is brought to the planned layout, others are in it already."""
+        """Returns this rank's shard of an argument. A DTensor is brought to the planned layout, others are in it
+        already."""
         planned = self.shapes[port]
         if train and given.requires_grad and port not in self.gradients:
             raise PlanError(
@@ -257,17 +272,22 @@ class Runner:
     def check_weight(self, port: Port, value: Any, train: bool) -> None:
         """Raises PlanError for a parameter or buffer that is no longer as it was planned."""
         check_stored(port, value, self.shapes[port], self.local_shapes[port], self.layouts[port], self.where)
-        if train and port.kind == PARAMETER and port.name not in self.plan.ports.unused:  # one without influence may be trained or frozen
+        # one without influence may be trained or frozen
+        if train and port.kind == PARAMETER and port.name not in self.plan.ports.unused:
             check_trained(port, value, port in self.gradients)
 
 
-def check_stored(port: Port, value: Any, planned: Tensor, shape: Sequence[int], layout: Layout, where: torch.device) -> None:
-    """Raises PlanError for a parameter or buffer that is no longer as it was planned. shape: that of this rank's part."""
+def check_stored(
+    port: Port, value: Any, planned: Tensor, shape: Sequence[int], layout: Layout, where: torch.device
+) -> None:
+    """Raises PlanError for a parameter or buffer that is no longer as it was planned. shape: that of this rank's
+    part."""
     fits = isinstance(value, DTensor if port.kind == PARAMETER else Tensor)
     local = local_of(value)
     if fits and local.device.type != where.type:
         raise PlanError(
-            f"{port.kind} {port.name} is on {local.device}, this rank computes on {where}\n  Leave the parallel module where it is."
+            f"{port.kind} {port.name} is on {local.device}, this rank computes on {where}\n  Leave the parallel "
+            "module where it is."
         )
     if not fits or local.dtype != planned.dtype or local.shape != shape:
         is_now = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -283,7 +303,8 @@ def check_trained(port: Port, value: Tensor, trained: bool) -> None:
         now = "asks" if value.requires_grad else "does not ask"
         raise PlanError(
             f"parameter {port.name} {now} for a gradient, unlike when it was planned\n"
-            "  Call requires_grad_ before sbpc.plan; to leave it as it is for a while, give the optimizer other parameters."
+            "  Call requires_grad_ before sbpc.plan; to leave it as it is for a while, give the optimizer other "
+            "parameters."
         )
 
 

@@ -22,7 +22,9 @@ class Apart:
     how = "forward"
 
     @staticmethod
-    def run(runner: Runner, sums: Sums, values: list[Tensor], parameters: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    def run(
+        runner: Runner, sums: Sums, values: list[Tensor], parameters: list[Tensor], leaves: list[Tensor]
+    ) -> list[Tensor]:
         """Returns the results."""
         others: list[Tensor] = []
         differentiable = StepFunction.apply(runner, sums, values, others, parameters, *leaves)
@@ -42,7 +44,13 @@ class StepFunction(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, runner: Runner, sums: Sums, values: list[Tensor], others: list[Tensor], parameters: list[Tensor], *leaves: Tensor
+        ctx: Any,
+        runner: Runner,
+        sums: Sums,
+        values: list[Tensor],
+        others: list[Tensor],
+        parameters: list[Tensor],
+        *leaves: Tensor,
     ) -> Any:
         """Runs the forward program on `values` and saves what the backward program reads.
 

@@ -1,8 +1,8 @@
 """Measures a step: stamps stand in every program that it runs, and around every wait for other stages.
 
-On the computing stream, what a rank does between two programs is "bubble" while it waits for what other stages send, and "between
-programs" while it cuts the batch, adds up, or takes in and hands on. What it sends is not measured: gloo does not tell the sender when
-that is there.
+On the computing stream, what a rank does between two programs is "bubble" while it waits for what other stages send,
+and "between programs" while it cuts the batch, adds up, or takes in and hands on. What it sends is not measured:
+gloo does not tell the sender when that is there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from sbpc.runtime.start.mail import Mail
 from sbpc.runtime.step import Runner
 from sbpc.runtime.trace import Clock, Recorder, Run, clock_of, median
 
-BETWEEN, END = "between programs", "end"  # the kind of what is done there, and the name of what is done behind the last one
+# the kind of what is done there, and the name of what is done behind the last one
+BETWEEN, END = "between programs", "end"
 
 
 @dataclass
@@ -79,7 +80,9 @@ class StepRecorder:
 
     def __init__(self, runner: Runner) -> None:
         if not isinstance(runner.plan, Plan):
-            raise PlanError("the programs of an exported file have no prediction to measure\n  Run the plan in it: sbpc.load(file).")
+            raise PlanError(
+                "the programs of an exported file have no prediction to measure\n  Run the plan in it: sbpc.load(file)."
+            )
         self.plan, self.stage, self.clock = runner.plan, runner.stage, clock_of(runner.where)
         self.steps: list[StepRun] = []
 
@@ -109,13 +112,16 @@ class StepRecorder:
     def events(self) -> list[Event]:
         """Returns what happened in the step of median length, in seconds since it began, in the order of the starts.
 
-        Every event of `stage_events` is there once, by the same name. See `Recorder.events_of` for what else the programs have.
+        Every event of `stage_events` is there once, by the same name. See `Recorder.events_of` for what else the
+        programs have.
         """
         step, predicted = median(self.steps, self.length), functools.cache(functools.partial(program_events, self.plan))
         since = functools.partial(self.clock.seconds, step.start)
         waits = {at: [(since(start), since(end)) for start, end in spans] for at, spans in step.waits.items()}
         found, now = list[Event](), 0.0
-        for at, ((which, action), (recorder, run)) in enumerate(zip(self.plan.order(self.stage), step.runs, strict=True)):
+        for at, ((which, action), (recorder, run)) in enumerate(
+            zip(self.plan.order(self.stage), step.runs, strict=True)
+        ):
             start = since(run.stamps[0])
             found += between(now, start, waits.get(at, ()), str(action), phase_of(action))
             found += [moved(event, action, start) for event in recorder.events_of(run, predicted(action.chunk, which))]
@@ -125,7 +131,8 @@ class StepRecorder:
 
 
 def between(start: float, end: float, waits: Iterable[tuple[float, float]], name: str, phase: str) -> Iterator[Event]:
-    """Yields what a rank does between two programs: nothing while it waits. A step of one program has nothing around it."""
+    """Yields what a rank does between two programs: nothing while it waits. A step of one program has nothing around
+    it."""
     for first, last in waits:
         yield Event(COMPUTE, start, first, name, BETWEEN, "", phase)
         yield Event(COMPUTE, first, last, name, BUBBLE, "", phase)
@@ -136,7 +143,8 @@ def between(start: float, end: float, waits: Iterable[tuple[float, float]], name
 
 @contextmanager
 def recorded(module: nn.Module) -> Iterator[StepRecorder]:
-    """While this lasts, `step` of a parallel module takes the time. All ranks are to do this at the same steps, outside of `no_sync`."""
+    """While this lasts, `step` of a parallel module takes the time. All ranks are to do this at the same steps,
+    outside of `no_sync`."""
     runner = runner_of(module)
     recorder = StepRecorder(runner)
     plain = {key: value for key, value in vars(runner).items() if key in ("executor", "functions", "mail")}

@@ -1,14 +1,17 @@
-"""Measures a program: runs it with a time stamp between its nodes, as the executor "code" does, and tells when each of them ran.
+"""Measures a program: runs it with a time stamp between its nodes, as the executor "code" does, and tells when each
+of them ran.
 
 A stamp takes less than a microsecond.
 On a GPU, stamps are events on the computing stream. A collective lasts from its start to when its work is done:
 
 - on a GPU, to when the link's stream is through with it;
 - on gloo, to the first stamp that finds it done: late by one kernel or one wait at most;
-- where it is a direct exchange, to when its messages are there; the sums that the waiting thread then makes are part of the wait.
+- where it is a direct exchange, to when its messages are there; the sums that the waiting thread then makes are part
+  of the wait.
 
-A group does collectives of one sort one after the other, so one that starts while another is on its way begins when that is done. On
-gloo two may run at a time: one that is done before the other was under way beside it since its start.
+A group does collectives of one sort one after the other, so one that starts while another is on its way begins when
+that is done. On gloo two may run at a time: one that is done before the other was under way beside it since its
+start.
 """
 
 from __future__ import annotations
@@ -52,8 +55,8 @@ class Part:
 class Run:
     """The moments of one run, as its clock has them.
 
-    stamps: before the first part, then after each. done: by the name of a collective, when its work was done. queue: by its name,
-    in what it stands behind others.
+    stamps: before the first part, then after each. done: by the name of a collective, when its work was done. queue:
+    by its name, in what it stands behind others.
     """
 
     stamps: list[Any] = field(default_factory=list)
@@ -119,7 +122,8 @@ class HostClock:
 
 
 class DeviceClock:
-    """Takes the time of a GPU. Another stream waits for each collective at once, and tells the computing stream when it is done."""
+    """Takes the time of a GPU. Another stream waits for each collective at once, and tells the computing stream when
+    it is done."""
 
     def __init__(self) -> None:
         self.run, self.streams = Run(), dict[str, torch.cuda.Stream]()
@@ -190,10 +194,10 @@ class Recorder:
     def events_of(self, run: Run, predicted: Sequence[Event]) -> list[Event]:
         """Returns what happened in a run, in seconds since it began, in the order of the starts.
 
-        predicted: the program's timeline. Every event of it is there once, by the same name. Besides, the computing stream has what
-        is not predicted, as it takes no time in the prediction: "start" and "wait" of a collective, "pack" before it and "unpack"
-        after it, and ops such as views. Collectives that go in one message are measured as one: each has the part of its time that
-        is predicted.
+        predicted: the program's timeline. Every event of it is there once, by the same name. Besides, the computing
+        stream has what is not predicted, as it takes no time in the prediction: "start" and "wait" of a collective,
+        "pack" before it and "unpack" after it, and ops such as views. Collectives that go in one message are
+        measured as one: each has the part of its time that is predicted.
         """
         known, seen, free = {event.name: event for event in predicted}, set[tuple[str, str]](), dict[Any, float]()
         moments = [self.clock.seconds(run.stamps[0], stamp) for stamp in run.stamps]
@@ -209,7 +213,8 @@ class Recorder:
                 together = [each for each in predicted if each.bucket == name] if event.bucket else [event]
                 first, rate = together[0].start, (done - start) / (together[-1].end - together[0].start)
                 found += [
-                    replace(each, start=start + rate * (each.start - first), end=start + rate * (each.end - first)) for each in together
+                    replace(each, start=start + rate * (each.start - first), end=start + rate * (each.end - first))
+                    for each in together
                 ]
         return sorted(found, key=lambda event: event.start)
 
@@ -236,7 +241,8 @@ def place_of(node: Node) -> tuple[str, str]:
 
 
 def parts_of(program: GraphModule) -> list[Part]:
-    """Returns the parts of a program in order: collectives, waits, and what else is written for one node of the boxed graph."""
+    """Returns the parts of a program in order: collectives, waits, and what else is written for one node of the
+    boxed graph."""
     found: list[Part] = []
     for node in program.graph.nodes:
         if node.op not in ("call_function", "get_attr"):

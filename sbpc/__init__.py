@@ -1,7 +1,7 @@
 """sbpc: a compiler for distributed PyTorch. A model for one device in, the program of every rank of a mesh out.
 
-`import sbpc` loads nothing else. A name is looked up in its file when it is first used: some need torch's distributed tensors,
-sympy and the table of rules, which take two seconds.
+`import sbpc` loads nothing else. A name is looked up in its file when it is first used: some need torch's
+distributed tensors, sympy and the table of rules, which take two seconds.
 """
 
 from __future__ import annotations

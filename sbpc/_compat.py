@@ -56,7 +56,8 @@ def untried(version: str) -> str:
         return ""
     major, minor = TRIED
     return (
-        f"torch {version} is newer than {major}.{minor}, the newest tried with this sbpc (sbpc._compat.TRIED). Nothing need be done; "
+        f"torch {version} is newer than {major}.{minor}, the newest tried with this sbpc (sbpc._compat.TRIED). "
+        "Nothing need be done; "
         f"if something fails, report it, and go back by pip install 'torch<{major}.{minor + 1}'."
     )
 
@@ -79,7 +80,8 @@ def autograd_node() -> object | None:
 
 @contextlib.contextmanager
 def composite_ops() -> Iterator[None]:
-    """Turns off the fused layers of mkldnn and of the attention fast path while this lasts: they keep opaque workspaces."""
+    """Turns off the fused layers of mkldnn and of the attention fast path while this lasts: they keep opaque
+    workspaces."""
     mkldnn, fast = torch._C._get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
     torch._C._set_mkldnn_enabled(False)
     torch.backends.mha.set_fastpath_enabled(False)
@@ -119,8 +121,8 @@ def default_store() -> Any:
 def gloo_in_turn() -> Iterator[None]:
     """Gives every gloo group that is made while this lasts one thread, so that it runs one collective after the other.
 
-    With two threads torch crashes now and then. Both write the name of their last collective into one string without a lock.
-    A long name, such as that of an all-gather, lies on the heap, and its memory is then freed twice.
+    With two threads torch crashes now and then. Both write the name of their last collective into one string without
+    a lock. A long name, such as that of an all-gather, lies on the heap, and its memory is then freed twice.
     """
     from torch.distributed import distributed_c10d
 
@@ -155,7 +157,8 @@ def load_custom_ops() -> None:
 
 @contextlib.contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Keeps torch from logging each op that refuses its fake operands, with a traceback of its own; the error tells the same."""
+    """Keeps torch from logging each op that refuses its fake operands, with a traceback of its own; the error tells
+    the same."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -165,7 +168,11 @@ def quiet_fakes() -> Iterator[None]:
 
 
 def shape_of_grouped_mm(
-    x: Tensor, weights: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    x: Tensor,
+    weights: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """What `aten._grouped_mm` gives, without values: as torch's own shape function, but of any floating-point type.
 
@@ -192,7 +199,8 @@ def shape_of_grouped_mm(
 
 META = torch.library.Library("aten", "IMPL")
 META.impl("_grouped_mm", shape_of_grouped_mm, "Meta", allow_override=True)
-torch.ops.aten._grouped_mm.default.py_kernels[torch._C.DispatchKey.Meta] = shape_of_grouped_mm  # for the Python dispatcher
+# for the Python dispatcher
+torch.ops.aten._grouped_mm.default.py_kernels[torch._C.DispatchKey.Meta] = shape_of_grouped_mm
 torch.ops.aten._grouped_mm.default._dispatch_cache.clear()
 
 
@@ -207,7 +215,8 @@ def op_names() -> list[str]:
 
 
 def overload_of(op: Any) -> OpOverload | None:
-    """Returns the overload of `op`: itself, the default one of a packet, or the op that `torch.library.custom_op` made."""
+    """Returns the overload of `op`: itself, the default one of a packet, or the op that `torch.library.custom_op`
+    made."""
     overload = getattr(op, "_opoverload", op)
     if isinstance(overload, torch._ops.OpOverloadPacket) and "default" in overload.overloads():
         overload = overload.default
@@ -254,7 +263,8 @@ def schema_of(op: Any) -> Any:
 
 
 def slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yields the place of every parameter and buffer of a module: its qualified name, the table that holds it, its key there."""
+    """Yields the place of every parameter and buffer of a module: its qualified name, the table that holds it, its
+    key there."""
     for path, owner in module.named_modules():
         for table in (owner._parameters, owner._buffers):
             for key, value in table.items():
@@ -270,12 +280,14 @@ def left_out_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def local_of(tensor: Any) -> Any:
-    """Returns this rank's shard of a DTensor, or a plain tensor itself. Unlike `to_local` it leaves no trace in autograd."""
+    """Returns this rank's shard of a DTensor, or a plain tensor itself. Unlike `to_local` it leaves no trace in
+    autograd."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def with_local(like: Any, local: Tensor) -> Any:
-    """Returns the DTensor laid out like `like` with this shard, made contiguous; the shard itself if `like` is no DTensor."""
+    """Returns the DTensor laid out like `like` with this shard, made contiguous; the shard itself if `like` is no
+    DTensor."""
     if not isinstance(like, DTensor):
         return local
     return DTensor.__new__(DTensor, local.contiguous(), like._spec, requires_grad=False)  # type: ignore[call-arg]
@@ -323,7 +335,8 @@ def outside_dynamo() -> contextlib.AbstractContextManager[Any]:
 
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
-    """Writes an artifact into torch's structured trace (TORCH_TRACE), which tlparse shows; the payload is made only if there is one.
+    """Writes an artifact into torch's structured trace (TORCH_TRACE), which tlparse shows; the payload is made only
+    if there is one.
 
     Without a trace torch has a handler that has no folder, and makes payloads until it is first used.
     """
@@ -341,9 +354,9 @@ def has_kernel(op: OpOverload, device: str) -> bool:
 def inductor_compile(gm: torch.fx.GraphModule, examples: list[Any]) -> Any:
     """Compiles a graph by Inductor to a function of one list, which it empties. The imports wait until here.
 
-    GmWrapper is torch's way to hand over arguments as such a list. Inductor may not reorder the nodes: in a graph without
-    autograd it moves every node next to its first use. In a backward that moves the gradients of all weights to the end,
-    and everything that they are computed from stays in memory until then.
+    GmWrapper is torch's way to hand over arguments as such a list. Inductor may not reorder the nodes: in a graph
+    without autograd it moves every node next to its first use. In a backward that moves the gradients of all weights
+    to the end, and everything that they are computed from stays in memory until then.
     """
     from torch._dynamo.utils import GmWrapper
     from torch._inductor.compile_fx import compile_fx
@@ -369,7 +382,8 @@ def keeps_graph() -> bool:
 
 
 def torch_zbv_order(stages: int, count: int, owners: list[int]) -> dict[int, list[tuple[str, int, int]]]:
-    """Returns by rank torch's actions of ZBV zero bubble, as (kind, chunk, micro-batch). It raises ValueError for counts that do not fit.
+    """Returns by rank torch's actions of ZBV zero bubble, as (kind, chunk, micro-batch). It raises ValueError for
+    counts that do not fit.
 
     The schedule needs no process group: plain objects with the fields of a stage will do.
     """

@@ -16,7 +16,8 @@ from torch.fx import Node
 
 
 class SbpcError(Exception):
-    """Any error that is the caller's to mend: the message says where, what, why and what to do. Our own mistakes are assertions."""
+    """Any error that is the caller's to mend: the message says where, what, why and what to do. Our own mistakes are
+    assertions."""
 
     def __str__(self) -> str:
         return printable(super().__str__())  # it may quote a stranger's file
@@ -35,7 +36,8 @@ class LayoutError(SbpcError):
 
 
 class LostRankError(SbpcError):
-    """A collective has failed. ranks: those that do not answer any more, as far as it is known; none where all live but do not meet."""
+    """A collective has failed. ranks: those that do not answer any more, as far as it is known; none where all live
+    but do not meet."""
 
     def __init__(self, message: str, ranks: list[int]) -> None:
         super().__init__(message)
@@ -43,7 +45,8 @@ class LostRankError(SbpcError):
 
 
 class MemoryLimitError(SbpcError):
-    """No plan was found that stays under the memory limit. nearest: of the plans that were made the one that takes least."""
+    """No plan was found that stays under the memory limit. nearest: of the plans that were made the one that takes
+    least."""
 
     def __init__(self, message: str, nearest: Any = None) -> None:
         super().__init__(message)
@@ -56,7 +59,8 @@ def least_of(errors: Sequence[MemoryLimitError]) -> MemoryLimitError:
 
 
 def lacking(memory: Mapping[str, int], limit: float) -> tuple[str, str]:
-    """Returns how much the plan that takes least takes beyond the limit, and of what. memory: its bytes by kind, and in all."""
+    """Returns how much the plan that takes least takes beyond the limit, and of what. memory: its bytes by kind, and
+    in all."""
     parts = ", ".join(f"{kind} {size:,}" for kind, size in memory.items() if kind != "total")
     over = f"{memory['total'] - int(limit):,} more than the limit of {int(limit):,}"
     return f"no plan was found that takes less than {memory['total']:,} bytes a rank, {over}", f"of which {parts}"
@@ -79,7 +83,8 @@ class PlanError(SbpcError):
 
 
 class LoopError(PlanError):
-    """A step is no loop over micro-batches: a micro-batch cannot run without what others computed, or there is no loss."""
+    """A step is no loop over micro-batches: a micro-batch cannot run without what others computed, or there is no
+    loss."""
 
 
 class RuleError(SbpcError):
@@ -147,8 +152,8 @@ def is_name(text: Any) -> bool:
 
 
 def read_json(text: str) -> Any:
-    """The value of a stranger's JSON. Raises ValueError for what is none, and for what no file of sbpc's holds: control characters
-    but line ends, integers of more than 64 bits, and lists and objects deep in each other.
+    """The value of a stranger's JSON. Raises ValueError for what is none, and for what no file of sbpc's holds:
+    control characters but line ends, integers of more than 64 bits, and lists and objects deep in each other.
     """
     try:
         value = json.loads(text)
@@ -159,7 +164,11 @@ def read_json(text: str) -> Any:
         wrong = next((item for item in level if not fits_json(item)), None)
         if wrong is not None:
             raise ValueError(f"it holds {shown(wrong)}")
-        parts = [item if type(item) is list else itertools.chain(item, item.values()) for item in level if type(item) in (list, dict)]
+        parts = [
+            item if type(item) is list else itertools.chain(item, item.values())
+            for item in level
+            if type(item) in (list, dict)
+        ]
         level = list(itertools.chain.from_iterable(parts))
         if not level:
             return value
@@ -224,8 +233,8 @@ def is_number(value: Any, kind: type | tuple[type, ...]) -> bool:
 
 
 def shown(value: Any) -> str:
-    """The start of a value's text, as messages show it; of an integer of very many digits, which Python does not print, its length; of
-    what has no text, its type."""
+    """The start of a value's text, as messages show it; of an integer of very many digits, which Python does not
+    print, its length; of what has no text, its type."""
     if isinstance(value, int) and value.bit_length() > 1024:
         return f"an integer of {value.bit_length()} bits"
     try:

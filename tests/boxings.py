@@ -129,8 +129,14 @@ def program(steps: Sequence[Step], shape: Sequence[int], mesh: Mesh, rank: int) 
     position = [graph.placeholder(f"position_{name}") for name in mesh.axes]
     for step in steps:
         x = lower(
-            step, x, lambda op, *args: graph.call_function(op, args), shape, mesh.sizes, mesh.coordinates(rank),
-            position, mesh.key,
+            step,
+            x,
+            lambda op, *args: graph.call_function(op, args),
+            shape,
+            mesh.sizes,
+            mesh.coordinates(rank),
+            position,
+            mesh.key,
         )
     graph.output(x)
     graph.lint()

@@ -60,7 +60,8 @@ def error_of(run: Any, outputs: list[Tensor], gradients: Mapping[str, Tensor | N
     assert list(run.gradients) == list(gradients)
     errors = [relative_error(found, expected) for found, expected in zip(leaves, outputs)]
     largest = max((float(value.abs().max()) for value in gradients.values() if value is not None), default=0.0)
-    for name, expected in gradients.items():  # some are zero but for rounding: of the bias of keys, which softmax ignores
+    # some are zero but for rounding: of the bias of keys, which softmax ignores
+    for name, expected in gradients.items():
         found = run.gradients[name]
         assert (found is None) == (expected is None), name
         if found is not None and expected is not None:

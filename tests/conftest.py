@@ -30,16 +30,24 @@ def float64() -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print what tests recorded with `record_property("figure", text)`, in the order of their names."""
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
-    figures = sorted((r.nodeid, text) for r in reports for key, text in getattr(r, "user_properties", ()) if key == "figure")
+    figures = sorted(
+        (r.nodeid, text) for r in reports for key, text in getattr(r, "user_properties", ()) if key == "figure"
+    )
     for _, text in figures:
         terminalreporter.write_line(text)
     errors = [float(value) for r in reports for key, value in getattr(r, "user_properties", ()) if key == "error"]
     if errors:
-        terminalreporter.write_line(f"largest relative error of all plans: {max(errors):.2e}, in {len(errors)} groups of plans")
+        terminalreporter.write_line(
+            f"largest relative error of all plans: {max(errors):.2e}, in {len(errors)} groups of plans"
+        )
     lacking = [int(value) for r in reports for key, value in getattr(r, "user_properties", ()) if key == "lacking"]
     if lacking:
-        terminalreporter.write_line(f"{sum(lacking)} valid signatures that no rule offers, each with its reason in tests/lacking.txt")
+        terminalreporter.write_line(
+            f"{sum(lacking)} valid signatures that no rule offers, each with its reason in tests/lacking.txt"
+        )
     for kind in ("signatures", "mutants", "pairs"):
         counts = [int(value) for r in reports for key, value in getattr(r, "user_properties", ()) if key == kind]
         if counts:
-            terminalreporter.write_line(f"{sum(counts)} {kind} proved" if kind != "mutants" else f"{sum(counts)} mutants rejected")
+            terminalreporter.write_line(
+                f"{sum(counts)} {kind} proved" if kind != "mutants" else f"{sum(counts)} mutants rejected"
+            )

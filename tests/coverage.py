@@ -27,7 +27,17 @@ from tests import hf_models, models, vision_models
 
 MESH = Mesh(x=2, y=2)
 MOST_FLOPS = 1.05 / 4  # of those of one device, that a rank may have
-HEAD = ("model", "CPU s", "calls", "overloads", "without a rule", "whole: flops", "whole: bytes", "flops/rank", "whole calls with most bytes")
+HEAD = (
+    "model",
+    "CPU s",
+    "calls",
+    "overloads",
+    "without a rule",
+    "whole: flops",
+    "whole: bytes",
+    "flops/rank",
+    "whole calls with most bytes",
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,15 @@ def row(name: str, plan: Plan) -> Row:
         whole[short[node]] += int(traffic) if is_whole(node) else 0
     most = tuple(op for op, size in whole.most_common(3) if size)
     shares = (flops[1] / sum(flops), moved[1] / sum(moved))
-    return Row(name, len(calls), len(set(short.values())), tuple(lacking), *shares, plan.cost.flops / plan.cost.flops_one_device, most)
+    return Row(
+        name,
+        len(calls),
+        len(set(short.values())),
+        tuple(lacking),
+        *shares,
+        plan.cost.flops / plan.cost.flops_one_device,
+        most,
+    )
 
 
 def is_whole(node: Node) -> bool:
@@ -104,7 +122,9 @@ def main(wanted: list[str]) -> None:
     """Print how many of the listed ops have a rule; plan each model and print its row as soon as it is known."""
     lacking = [name for name, op in listed().items() if registry.row(op) is None]
     own = f"{len(registry.TABLE)} overloads have a rule of their own"
-    print(f"{len(listed()) - len(lacking)} of {len(listed())} listed overloads have a rule, replicated: {', '.join(lacking) or 'none'}; {own}")
+    print(
+        f"{len(listed()) - len(lacking)} of {len(listed())} listed overloads have a rule, replicated: {', '.join(lacking) or 'none'}; {own}"
+    )
     widths = (26, 7, 6, 10, 15, 13, 13, 11, 0)
     print("".join(cell.ljust(width) for cell, width in zip(HEAD, widths)), flush=True)
     ratios: dict[str, float] = {}
@@ -117,7 +137,9 @@ def main(wanted: list[str]) -> None:
         print("".join(f"{cell} ".ljust(width) for cell, width in zip(cells, widths)), flush=True)
         ratios[name] = found.ratio
     over = [name for name, ratio in ratios.items() if ratio > MOST_FLOPS]
-    print(f"{len(ratios)} models; more than {MOST_FLOPS:.4f} of the flops of one device on a rank: {', '.join(over) or 'none'}")
+    print(
+        f"{len(ratios)} models; more than {MOST_FLOPS:.4f} of the flops of one device on a rank: {', '.join(over) or 'none'}"
+    )
 
 
 def planned(made: Callable[[], Any]) -> Plan:

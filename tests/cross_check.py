@@ -54,7 +54,9 @@ def of_families(names: Sequence[str]) -> Found:
 
 def has(one: Case, signature: Signature) -> bool:
     """Whether a rule does the same. What is linear does to a mean of the ranks what it does to their sum."""
-    as_sums = Signature(*(tuple(P if state == MEAN else state for state in states) for states in (signature.inputs, signature.outputs)))
+    as_sums = Signature(
+        *(tuple(P if state == MEAN else state for state in states) for states in (signature.inputs, signature.outputs))
+    )
     return any(follows(as_sums, own) for own in one.match().signatures)
 
 
@@ -104,7 +106,11 @@ def parts(value: Tensor, state: State, generator: torch.Generator) -> list[Tenso
     if state == MEAN:
         noise = torch.randint(1, 5, value.shape, generator=generator).to(value)
         return [value - noise, value + noise]
-    return shards(value, state, RANKS, generator) if isinstance(state, Partial) and state != P else parts_of(value, state, generator)
+    return (
+        shards(value, state, RANKS, generator)
+        if isinstance(state, Partial) and state != P
+        else parts_of(value, state, generator)
+    )
 
 
 def joined(results: Sequence[Tensor], state: State) -> Tensor | None:
@@ -121,5 +127,9 @@ def joined(results: Sequence[Tensor], state: State) -> Tensor | None:
 
 if __name__ == "__main__":
     found = of_families(sys.argv[1:] or list(FAMILIES))
-    print(f"# {found.calls} calls: {found.offered.total()} signatures of DTensor, {len(found.lines)} that no rule has", *found.lines, sep="\n")
+    print(
+        f"# {found.calls} calls: {found.offered.total()} signatures of DTensor, {len(found.lines)} that no rule has",
+        *found.lines,
+        sep="\n",
+    )
     print("# none for", ", ".join(sorted(name for name, count in found.offered.items() if not count)))

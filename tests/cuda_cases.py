@@ -12,14 +12,18 @@ from sbpc.rules.proof.prove import STAND_INS, Case
 from tests.samples import close, f, x
 
 aten = torch.ops.aten
-FLASH, CUDNN, EFFICIENT = (getattr(aten, f"_scaled_dot_product_{name}_attention") for name in ("flash", "cudnn", "efficient"))
+FLASH, CUDNN, EFFICIENT = (
+    getattr(aten, f"_scaled_dot_product_{name}_attention") for name in ("flash", "cudnn", "efficient")
+)
 FLASH_BACK, CUDNN_BACK, EFFICIENT_BACK = (
     getattr(aten, f"_scaled_dot_product_{name}_attention_backward") for name in ("flash", "cudnn", "efficient")
 )
 SEED = torch.tensor(7)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None = None) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T + bias) v, scale 1 / sqrt(d) unless given, and the logarithm of the sum in the softmax."""
     k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
     scores = q @ k.mT * (scale or 1 / math.sqrt(q.shape[-1]))
@@ -29,7 +33,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
-def gradients(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Any, causal: bool, scale: float | None = None) -> list[Tensor]:
+def gradients(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Any,
+    causal: bool,
+    scale: float | None = None,
+) -> list[Tensor]:
     """Those of q, k, v and of the bias, from the saved output and logsumexp, as Dao et al. (2022) have it."""
     r, scale = q.shape[1] // k.shape[1], scale or 1 / math.sqrt(q.shape[-1])
     keys, values = (part.repeat_interleave(r, 1) for part in (k, v))
@@ -42,22 +56,64 @@ def gradients(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tens
     return [ds @ keys * scale, *groups, ds if bias is None else ds.sum_to_size(bias.shape)]
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, p: float = 0.0, causal: bool = False, debug: bool = False, *, scale: float | None = None) -> Any:
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: float = 0.0,
+    causal: bool = False,
+    debug: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
     out, lse = attention(q, k, v, None, causal, scale)
     return out, lse, None, None, q.shape[2], k.shape[2], torch.ones(2), SEED, torch.zeros(0)
 
 
-def flash_back(g: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, a: Any, b: Any, m: int, n: int, p: float, causal: bool, *seeds: Any, scale: float | None = None) -> Any:
+def flash_back(
+    g: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    a: Any,
+    b: Any,
+    m: int,
+    n: int,
+    p: float,
+    causal: bool,
+    *seeds: Any,
+    scale: float | None = None,
+) -> Any:
     assert (m, n) == (q.shape[2], k.shape[2])
     return tuple(gradients(g, q, k, v, out, lse, None, causal, scale)[:3])
 
 
-def cudnn(q: Tensor, k: Tensor, v: Tensor, bias: Any, lse: bool, p: float = 0.0, causal: bool = False, debug: bool = False) -> Any:
+def cudnn(
+    q: Tensor, k: Tensor, v: Tensor, bias: Any, lse: bool, p: float = 0.0, causal: bool = False, debug: bool = False
+) -> Any:
     out, sums = attention(q, k, v, bias, causal)
     return out, sums.unsqueeze(-1), None, None, q.shape[2], k.shape[2], SEED, SEED, None
 
 
-def cudnn_back(g: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, s: Any, o: Any, bias: Any, a: Any, b: Any, m: int, n: int, p: float, causal: bool) -> Any:
+def cudnn_back(
+    g: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    s: Any,
+    o: Any,
+    bias: Any,
+    a: Any,
+    b: Any,
+    m: int,
+    n: int,
+    p: float,
+    causal: bool,
+) -> Any:
     assert (m, n) == (q.shape[2], k.shape[2])
     return tuple(gradients(g, q, k, v, out, lse.squeeze(-1), bias, causal)[:3])
 
@@ -68,7 +124,20 @@ def efficient(q: Tensor, k: Tensor, v: Tensor, bias: Any, lse: bool, p: float = 
     return out, padded if lse else sums[..., :0], SEED, SEED
 
 
-def efficient_back(g: Any, q: Any, k: Any, v: Any, bias: Any, out: Any, lse: Any, s: Any, o: Any, p: float, mask: Any, causal: bool = False) -> Any:
+def efficient_back(
+    g: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    bias: Any,
+    out: Any,
+    lse: Any,
+    s: Any,
+    o: Any,
+    p: float,
+    mask: Any,
+    causal: bool = False,
+) -> Any:
     found = gradients(g, q, k, v, out, lse[..., : q.shape[2]], bias, causal)
     return *found[:3], found[3] if mask[3] else None
 

@@ -126,7 +126,10 @@ def rows(asked: OpSchema, operands: int) -> Iterator[Row]:
         return
     if isinstance(made, TupleStrategy):
         children = [child.strategies[0] for child in made.children]
-        yield tuple(p for c in children for p in placements(c.input_specs)), tuple(p for c in children for p in placements(c.output_specs))
+        yield (
+            tuple(p for c in children for p in placements(c.input_specs)),
+            tuple(p for c in children for p in placements(c.output_specs)),
+        )
         return
     outputs = len(op._schema.returns)
     for strategy in made.strategies if made is not None else ():

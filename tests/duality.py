@@ -59,7 +59,8 @@ def _fits(dual: Dual, signature: Signature, other: Signature, back: Match) -> bo
             continue
         number = int(take[1:])
         wanted = {
-            "g": lambda n: transposed(signature.outputs[n]), "i": lambda n: signature.inputs[n],
+            "g": lambda n: transposed(signature.outputs[n]),
+            "i": lambda n: signature.inputs[n],
             "o": lambda n: signature.outputs[n],
         }[take[0]](number)
         if state != wanted:
@@ -79,10 +80,14 @@ def duals() -> list[Dual]:
         grad = x(7) if reduction == 0 else x()
         ahead = case(aten.nll_loss_forward.default, logits, target, None, reduction, -100)
         total = ahead.run()[1]
-        found.append(Dual(
-            ahead, case(aten.nll_loss_backward.default, grad, logits, target, None, reduction, -100, total),
-            ("g0", "i0", "i1", "*"), (0,),
-        ))
+        found.append(
+            Dual(
+                ahead,
+                case(aten.nll_loss_backward.default, grad, logits, target, None, reduction, -100, total),
+                ("g0", "i0", "i1", "*"),
+                (0,),
+            )
+        )
         pair = (x(3, 4), x(3, 4, seed=1), reduction)
         grad = x(3, 4) if reduction == 0 else x()
         for forward, backward, more in (
@@ -94,10 +99,14 @@ def duals() -> list[Dual]:
                 Dual(case(forward, *pair, *more), case(backward, grad, *pair, *more), ("g0", "i0", "i1"), (0,))
             )
         unit = (torch.sigmoid(f(3, 4)), torch.sigmoid(f(3, 4, seed=1)), None, reduction)
-        found.append(Dual(
-            case(aten.binary_cross_entropy.default, *unit),
-            case(aten.binary_cross_entropy_backward.default, grad, *unit), ("g0", "i0", "i1"), (0,),
-        ))
+        found.append(
+            Dual(
+                case(aten.binary_cross_entropy.default, *unit),
+                case(aten.binary_cross_entropy_backward.default, grad, *unit),
+                ("g0", "i0", "i1"),
+                (0,),
+            )
+        )
     return found
 
 
@@ -117,49 +126,83 @@ def _pointwise() -> list[Dual]:
         found.append(Dual(close(forward, z), close(backward, g, kept, *args), ("g0", saved), (0,)))
     found.append(Dual(close(aten.relu.default, z), close(aten.threshold_backward.default, g, z, 0), ("g0", "o0"), (0,)))
     s = torch.softmax(z, 1)
-    found.append(Dual(
-        close(aten._softmax.default, z, 1, False), close(aten._softmax_backward_data.default, g, s, 1, torch.float64),
-        ("g0", "o0"), (0,),
-    ))
-    found.append(Dual(
-        close(aten._log_softmax.default, z, 1, False),
-        close(aten._log_softmax_backward_data.default, g, s, 1, torch.float64), ("g0", "o0"), (0,),
-    ))
-    found.append(Dual(
-        case(aten.slice.Tensor, x(5, 6), 1, 1, 4), case(aten.slice_backward.default, x(5, 3), [5, 6], 1, 1, 4, 1),
-        ("g0",), (0,),
-    ))
-    found.append(Dual(
-        case(aten.select.int, x(5, 6), 1, 1), case(aten.select_backward.default, x(5), [5, 6], 1, 1), ("g0",), (0,)
-    ))
-    found.append(Dual(
-        case(aten.view.default, x(12, 6, 5), [72, 5]), case(aten.view.default, x(72, 5), [12, 6, 5]), ("g0",), (0,)
-    ))
-    found.append(Dual(
-        case(aten.expand.default, x(3, 1, 4), [3, 5, 4]), case(aten.sum.dim_IntList, x(3, 5, 4), [1], True), ("g0",),
-        (0,),
-    ))
-    found.append(Dual(
-        case(aten.sum.dim_IntList, x(3, 5, 4), [1], True), case(aten.expand.default, x(3, 1, 4), [3, 5, 4]), ("g0",),
-        (0,),
-    ))
+    found.append(
+        Dual(
+            close(aten._softmax.default, z, 1, False),
+            close(aten._softmax_backward_data.default, g, s, 1, torch.float64),
+            ("g0", "o0"),
+            (0,),
+        )
+    )
+    found.append(
+        Dual(
+            close(aten._log_softmax.default, z, 1, False),
+            close(aten._log_softmax_backward_data.default, g, s, 1, torch.float64),
+            ("g0", "o0"),
+            (0,),
+        )
+    )
+    found.append(
+        Dual(
+            case(aten.slice.Tensor, x(5, 6), 1, 1, 4),
+            case(aten.slice_backward.default, x(5, 3), [5, 6], 1, 1, 4, 1),
+            ("g0",),
+            (0,),
+        )
+    )
+    found.append(
+        Dual(
+            case(aten.select.int, x(5, 6), 1, 1), case(aten.select_backward.default, x(5), [5, 6], 1, 1), ("g0",), (0,)
+        )
+    )
+    found.append(
+        Dual(
+            case(aten.view.default, x(12, 6, 5), [72, 5]), case(aten.view.default, x(72, 5), [12, 6, 5]), ("g0",), (0,)
+        )
+    )
+    found.append(
+        Dual(
+            case(aten.expand.default, x(3, 1, 4), [3, 5, 4]),
+            case(aten.sum.dim_IntList, x(3, 5, 4), [1], True),
+            ("g0",),
+            (0,),
+        )
+    )
+    found.append(
+        Dual(
+            case(aten.sum.dim_IntList, x(3, 5, 4), [1], True),
+            case(aten.expand.default, x(3, 1, 4), [3, 5, 4]),
+            ("g0",),
+            (0,),
+        )
+    )
     found.append(
         Dual(close(aten.glu.default, f(3, 8), 1), close(aten.glu_backward.default, g, f(3, 8), 1), ("g0", "i0"), (0,))
     )
     i = indices(7, 4, 3)
-    found.append(Dual(
-        case(aten.gather.default, x(4, 7), 1, i), case(aten.scatter_add.default, x(4, 7), 1, i, x(4, 3)),
-        ("*", "i1", "g0"), (0,),
-    ))
-    found.append(Dual(
-        case(aten.index.Tensor, x(7, 5), [i]), case(aten.index_put.default, x(7, 5), [i], x(4, 3, 5), True),
-        ("*", "i1", "g0"), (0,),
-    ))
+    found.append(
+        Dual(
+            case(aten.gather.default, x(4, 7), 1, i),
+            case(aten.scatter_add.default, x(4, 7), 1, i, x(4, 3)),
+            ("*", "i1", "g0"),
+            (0,),
+        )
+    )
+    found.append(
+        Dual(
+            case(aten.index.Tensor, x(7, 5), [i]),
+            case(aten.index_put.default, x(7, 5), [i], x(4, 3, 5), True),
+            ("*", "i1", "g0"),
+            (0,),
+        )
+    )
     return [
         *found,
         Dual(
             case(aten.embedding.default, x(7, 5), i),
-            case(aten.embedding_dense_backward.default, x(4, 3, 5), i, 7, -1, False), ("g0", "i1"), (0,),
+            case(aten.embedding_dense_backward.default, x(4, 3, 5), i, 7, -1, False),
+            ("g0", "i1"),
+            (0,),
         ),
     ]
 
@@ -169,16 +212,25 @@ def _dense() -> list[Dual]:
     z, w, b = f(4, 3, 6), f(6), f(6, seed=1)
     out, mean, rstd = aten.native_layer_norm.default(z, [6], w, b, 1e-5)
     back = case(aten.native_layer_norm_backward.default, out, z, [6], mean, rstd, w, b, [True] * 3)
-    found.append(Dual(
-        case(aten.native_layer_norm.default, z, [6], w, b, 1e-5), back, ("g0", "i0", "o1", "o2", "i1", "i2"), (0, 1, 2),
-    ))
+    found.append(
+        Dual(
+            case(aten.native_layer_norm.default, z, [6], w, b, 1e-5),
+            back,
+            ("g0", "i0", "o1", "o2", "i1", "i2"),
+            (0, 1, 2),
+        )
+    )
     z, w = f(4, 12, 5), f(12)
     out, mean, rstd = aten.native_group_norm.default(z, w, w, 4, 12, 5, 4, 1e-5)
     back = case(aten.native_group_norm_backward.default, out, z, mean, rstd, w, 4, 12, 5, 4, [True] * 3)
-    found.append(Dual(
-        case(aten.native_group_norm.default, z, w, w, 4, 12, 5, 4, 1e-5), back, ("g0", "i0", "o1", "o2", "i1"),
-        (0, 1, 2),
-    ))
+    found.append(
+        Dual(
+            case(aten.native_group_norm.default, z, w, w, 4, 12, 5, 4, 1e-5),
+            back,
+            ("g0", "i0", "o1", "o2", "i1"),
+            (0, 1, 2),
+        )
+    )
     z, w, none = f(4, 6, 5), f(6).abs(), torch.empty(0, dtype=torch.float64)
     for train in (False, True):
         ahead = (
@@ -198,12 +250,18 @@ def _dense() -> list[Dual]:
         q, k, v = f(2, 3, 5, 4), f(2, 3, t, 4, seed=1), f(2, 3, t, 4, seed=2)
         out, lse = flash(q, k, v, 0.0, causal, **more)
         back = case(flash_back, out, q, k, v, out, lse, 0.0, causal, **more)
-        found.append(Dual(
-            case(flash, q, k, v, 0.0, causal, **more), back,
-            ("g0", "i0", "i1", "i2", "o0", "o1", *(["i3"] if more else [])), (0, 1, 2),
-        ))
+        found.append(
+            Dual(
+                case(flash, q, k, v, 0.0, causal, **more),
+                back,
+                ("g0", "i0", "i1", "i2", "o0", "o1", *(["i3"] if more else [])),
+                (0, 1, 2),
+            )
+        )
     for shape, weight, groups in (
-        ((3, 4, 5, 6), (7, 4, 3, 3), 1), ((2, 24, 3, 4), (12, 2, 3, 3), 12), ((2, 12, 3, 4), (12, 1, 3, 3), 12),
+        ((3, 4, 5, 6), (7, 4, 3, 3), 1),
+        ((2, 24, 3, 4), (12, 2, 3, 3), 12),
+        ((2, 12, 3, 4), (12, 1, 3, 3), 12),
     ):
         args = (x(*shape), x(*weight), x(weight[0]), [1, 1], [1, 1], [1, 1], False, [0, 0], groups)
         ahead = case(aten.convolution.default, *args)
@@ -214,17 +272,30 @@ def _dense() -> list[Dual]:
     back = case(aten.max_pool2d_with_indices_backward.default, out, z, [2, 2], [2, 2], [0, 0], [1, 1], False, where)
     found.append(Dual(case(aten.max_pool2d_with_indices.default, z, [2, 2]), back, ("g0", "i0", "o1"), (0,)))
     average = ([2, 2], [2, 2], [0, 0], False, True, None)
-    found.append(Dual(
-        case(aten.avg_pool2d.default, z, *average), case(aten.avg_pool2d_backward.default, out, z, *average),
-        ("g0", "i0"), (0,),
-    ))
-    found.append(Dual(
-        case(aten._adaptive_avg_pool2d.default, z, [3, 4]), case(aten._adaptive_avg_pool2d_backward.default, out, z),
-        ("g0", "i0"), (0,),
-    ))
+    found.append(
+        Dual(
+            case(aten.avg_pool2d.default, z, *average),
+            case(aten.avg_pool2d_backward.default, out, z, *average),
+            ("g0", "i0"),
+            (0,),
+        )
+    )
+    found.append(
+        Dual(
+            case(aten._adaptive_avg_pool2d.default, z, [3, 4]),
+            case(aten._adaptive_avg_pool2d_backward.default, out, z),
+            ("g0", "i0"),
+            (0,),
+        )
+    )
     for name, more in (("nearest", ()), ("bilinear", (False,))):
         ahead, back = getattr(aten, f"upsample_{name}2d").default, getattr(aten, f"upsample_{name}2d_backward").default
-        found.append(Dual(
-            case(ahead, z, [12, 16], *more), case(back, f(3, 4, 12, 16), [12, 16], [3, 4, 6, 8], *more), ("g0",), (0,),
-        ))
+        found.append(
+            Dual(
+                case(ahead, z, [12, 16], *more),
+                case(back, f(3, 4, 12, 16), [12, 16], [3, 4, 6, 8], *more),
+                ("g0",),
+                (0,),
+            )
+        )
     return found

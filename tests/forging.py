@@ -81,7 +81,10 @@ def forged(body: Any, chance: random.Random) -> Any:
 def everywhere(value: Any, old: Any, new: Any) -> Any:
     """JSON with a text or number in the place of an equal one, wherever that stands."""
     if isinstance(value, dict):
-        return {new if key == old and isinstance(new, str) else key: everywhere(item, old, new) for key, item in value.items()}
+        return {
+            new if key == old and isinstance(new, str) else key: everywhere(item, old, new)
+            for key, item in value.items()
+        }
     if isinstance(value, list):
         return [everywhere(item, old, new) for item in value]
     return new if type(value) is type(old) and value == old else value
@@ -104,12 +107,27 @@ def other(value: Any, texts: Sequence[str], chance: random.Random) -> Any:
         swapped = [*value]
         swapped[one], swapped[two] = value[two], value[one]
         dropped, doubled = value[:one] + value[one + 1 :], [*value, value[one]]
-        return chance.choice((swapped, dropped, doubled, value[::-1], [*value[:one], other(value[one], texts, chance), *value[one + 1 :]]))
+        return chance.choice(
+            (
+                swapped,
+                dropped,
+                doubled,
+                value[::-1],
+                [*value[:one], other(value[one], texts, chance), *value[one + 1 :]],
+            )
+        )
     if kind is dict and isinstance(value, dict) and value:
         key, second = chance.choice(sorted(value)), chance.choice(sorted(value))
         dropped = {name: item for name, item in value.items() if name != key}
         more = {**value, chance.choice(TEXTS): value[key]}
-        return chance.choice((dropped, more, {**value, key: value[second], second: value[key]}, {**value, key: other(value[key], texts, chance)}))
+        return chance.choice(
+            (
+                dropped,
+                more,
+                {**value, key: value[second], second: value[key]},
+                {**value, key: other(value[key], texts, chance)},
+            )
+        )
     if kind in (int, float, bool):
         near = [value + 1, value - 1, 2 * value, float(value)] if isinstance(value, (int, float)) else []
         return chance.choice([*NUMBERS, *near])
@@ -129,7 +147,9 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
     """Bytes of which some are gone, others or twice."""
     at, length = chance.randrange(len(data)), chance.choice((1, 1, 8, 100, len(data)))
     noise = bytes(chance.randrange(256) for _ in range(min(length, 100)))
-    return chance.choice((data[:at], data[:at] + noise + data[at + len(noise) :], data[:at] + data[at + length :], data + data[at:]))
+    return chance.choice(
+        (data[:at], data[:at] + noise + data[at + len(noise) :], data[:at] + data[at + length :], data + data[at:])
+    )
 
 
 def others_of(path: Path, count: int, seed: int) -> Iterator[bytes]:
@@ -301,7 +321,12 @@ def model_of(name: str) -> Any:
 
 def plan_trial(path: Path) -> list[str]:
     plan = sbpc.load(path)
-    return [str(plan), *step_of(plan, *model_of(path.name.split("-")[0])), printed("show", path, "--python"), printed("show", path)]
+    return [
+        str(plan),
+        *step_of(plan, *model_of(path.name.split("-")[0])),
+        printed("show", path, "--python"),
+        printed("show", path),
+    ]
 
 
 def exported_trial(path: Path) -> list[str]:
@@ -366,7 +391,9 @@ def told(folder: Path, kind: str = "") -> dict[str, torch.Tensor]:
     for name, (dtype, shape) in ((name, each) for name, each in record["tensors"].items() if name.startswith(kind)):
         whole, count = torch.zeros(shape, dtype=getattr(torch, dtype)), torch.zeros(shape, dtype=torch.int64)
         for start, size, rank, offset, crc in record["blocks"][name]:
-            data = (folder / f"{record['save']}-{rank:05d}.blocks").read_bytes()[offset:][: math.prod(size) * whole.element_size()]
+            data = (folder / f"{record['save']}-{rank:05d}.blocks").read_bytes()[offset:][
+                : math.prod(size) * whole.element_size()
+            ]
             assert zlib.crc32(data) == crc
             place = tuple(slice(a, a + n) for a, n in zip(start, size))
             whole[place] = torch.frombuffer(bytearray(data), dtype=whole.dtype).view(size)
@@ -379,7 +406,9 @@ def told(folder: Path, kind: str = "") -> dict[str, torch.Tensor]:
 def same(one: Mapping[str, torch.Tensor], two: Mapping[str, torch.Tensor]) -> bool:
     """Whether tensors have the same names, types, shapes and bytes."""
     pairs = [(one[name], two[name]) for name in one if name in two]
-    return len(pairs) == len(one) == len(two) and all(a.shape == b.shape and a.dtype == b.dtype and bytes_of(a) == bytes_of(b) for a, b in pairs)
+    return len(pairs) == len(one) == len(two) and all(
+        a.shape == b.shape and a.dtype == b.dtype and bytes_of(a) == bytes_of(b) for a, b in pairs
+    )
 
 
 def check_loaded(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -388,10 +417,14 @@ def check_loaded(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Op
     weights = weights_of(model)
     for name, block in blocks_of(model, optimizer).items():
         first = name.removeprefix("model/")
-        names = [first, *(other for other, it in weights.tied.items() if it == first)] if first in weights.tensors else []
+        names = (
+            [first, *(other for other, it in weights.tied.items() if it == first)] if first in weights.tensors else []
+        )
         found = {f"model/{tied.get(other, other)}" for other in names} | {name}
         values = [tensors[each] for each in found if each in tensors]
-        assert any(same({"": block.local}, {"": value}) for value in values) or (not values and first in weights.left_out), name
+        assert any(same({"": block.local}, {"": value}) for value in values) or (
+            not values and first in weights.left_out
+        ), name
 
 
 TRIALS = {

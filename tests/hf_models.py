@@ -148,4 +148,6 @@ def with_default_experts(net: str) -> Model:
 MODELS: dict[str, Callable[[str, int], Model]] = {
     made.__name__: made for made in (gpt2, llama, qwen, bert, t5, vit, mixtral)
 }
-MIXTURES: dict[str, Callable[[str, int], Model]] = {made.__name__: made for made in (mixtral, qwen_moe, deepseek, gpt_oss)}
+MIXTURES: dict[str, Callable[[str, int], Model]] = {
+    made.__name__: made for made in (mixtral, qwen_moe, deepseek, gpt_oss)
+}

@@ -57,9 +57,11 @@ def norm() -> list[Case]:
         close(aten.native_group_norm.default, f(4, 24, 7), None, None, 4, 24, 7, 12, 1e-5),
         close(aten.native_group_norm.default, f(4, 12, 5, 1), w, b, 4, 12, 5, 4, 1e-5),
     ]
-    found.append(close(
-        aten.native_group_norm_backward.default, x(4, 12, 3, 5), z, mean, rstd, w, 4, 12, 15, 4, [True, True, True]
-    ))
+    found.append(
+        close(
+            aten.native_group_norm_backward.default, x(4, 12, 3, 5), z, mean, rstd, w, 4, 12, 15, 4, [True, True, True]
+        )
+    )
     z7 = f(4, 7, 5)  # every channel a group: ranks may be more than there are
     _, mean, rstd = aten.native_group_norm.default(z7, w[:7], b[:7], 4, 7, 5, 7, 1e-5)
     found += [
@@ -74,19 +76,34 @@ def norm() -> list[Case]:
     ]
     z12 = f(4, 24, 3, 5)
     _, mean, rstd = aten.native_group_norm.default(z12, f(24), None, 4, 24, 15, 12, 1e-5)
-    found.append(close(
-        aten.native_group_norm_backward.default, x(4, 24, 3, 5), z12, mean, rstd, f(24), 4, 24, 15, 12,
-        [True, True, True],
-    ))
+    found.append(
+        close(
+            aten.native_group_norm_backward.default,
+            x(4, 24, 3, 5),
+            z12,
+            mean,
+            rstd,
+            f(24),
+            4,
+            24,
+            15,
+            12,
+            [True, True, True],
+        )
+    )
     z, w, b, mean, var = f(4, 6, 3, 5), f(6), f(6, seed=1), f(6, seed=2), f(6, seed=3).abs() + 1
     grad, ones = x(4, 6, 3, 5), [True, True, True]
     _, saved, inverse = aten._native_batch_norm_legit.no_stats(z, w, b, True, 0.1, 1e-5)
     found.append(close(aten._native_batch_norm_legit.no_stats, z, w, b, True, 0.1, 1e-5))
     found.append(close(aten._native_batch_norm_legit_functional.default, z, w, b, mean, var, True, 0.1, 1e-5))
-    found.append(Case(
-        aten._native_batch_norm_legit_no_training.default, (z, w, b, mean, var, 0.1, 1e-5), tolerance=CLOSE,
-        zero=(1, 2),
-    ))
+    found.append(
+        Case(
+            aten._native_batch_norm_legit_no_training.default,
+            (z, w, b, mean, var, 0.1, 1e-5),
+            tolerance=CLOSE,
+            zero=(1, 2),
+        )
+    )
     found.append(
         close(aten.native_batch_norm_backward.default, grad, z, w, mean, var, saved, inverse, True, 1e-5, ones)
     )
@@ -96,9 +113,21 @@ def norm() -> list[Case]:
     found.append(close(aten.native_batch_norm.default, z, w, b, None, None, True, 0.1, 1e-5))
     none = torch.empty(0, dtype=torch.float64)
     found.append(close(aten.native_batch_norm_backward.default, grad, z, w, mean, var, none, none, False, 1e-5, ones))
-    found.append(close(
-        aten.native_batch_norm_backward.default, f(4, 6), f(4, 6, seed=1), w, mean, var, none, none, False, 1e-5, ones,
-    ))
+    found.append(
+        close(
+            aten.native_batch_norm_backward.default,
+            f(4, 6),
+            f(4, 6, seed=1),
+            w,
+            mean,
+            var,
+            none,
+            none,
+            False,
+            1e-5,
+            ones,
+        )
+    )
     for shape, dim in (((6, 5), 0), ((6, 5), 1), ((4, 3, 5), 0), ((4, 3, 5), 2)):
         v, keep = f(*shape), [at for at in range(len(shape)) if at != dim % len(shape)]
         size = v.norm(2, keep, True)
@@ -111,7 +140,8 @@ def norm() -> list[Case]:
 
 def embedding() -> list[Case]:
     found = [
-        case(aten.embedding.default, x(7, 5), y(7, 3, 4)), case(aten.embedding.default, x(9, 5), y(9, 6), 2),
+        case(aten.embedding.default, x(7, 5), y(7, 3, 4)),
+        case(aten.embedding.default, x(9, 5), y(9, 6), 2),
         case(aten.embedding.default, x(3, 2), y(3, 4)),
     ]
     for padding in (-1, 0, 4, 8):
@@ -127,23 +157,35 @@ def loss() -> list[Case]:
         ahead = aten.nll_loss2d_forward.default if spatial else aten.nll_loss_forward.default
         back = aten.nll_loss2d_backward.default if spatial else aten.nll_loss_backward.default
         for weight, ignored, reduction in (
-            (None, -100, 2), (x(5, low=1), 1, 2), (None, 4, 2), (None, 2, 0), (x(5, low=1), -100, 0), (None, 1, 1),
+            (None, -100, 2),
+            (x(5, low=1), 1, 2),
+            (None, 4, 2),
+            (None, 2, 0),
+            (x(5, low=1), -100, 0),
+            (None, 1, 1),
             (None, -100, 1),
         ):
             zero = (1,) if reduction == 0 and rest else ()
             target = y(5, *rest) if rest else torch.tensor(3)
             if ignored == -100 and rest:
                 target = torch.where(torch.arange(target.numel()).reshape(target.shape) % 3 == 0, -100, target)
-            found.append(Case(
-                ahead, (logits, target, weight, reduction, ignored), tolerance=CLOSE if reduction == 1 else 0.0,
-                zero=zero,
-            ))
+            found.append(
+                Case(
+                    ahead,
+                    (logits, target, weight, reduction, ignored),
+                    tolerance=CLOSE if reduction == 1 else 0.0,
+                    zero=zero,
+                )
+            )
             grad = x(*rest) if reduction == 0 else torch.tensor(3.0, dtype=torch.float64)
             total = ahead(logits, target, weight, reduction, ignored)[1] + 1
-            found.append(Case(
-                back, (grad, logits, target, weight, reduction, ignored, total),
-                tolerance=CLOSE if reduction == 1 else 0.0,
-            ))
+            found.append(
+                Case(
+                    back,
+                    (grad, logits, target, weight, reduction, ignored, total),
+                    tolerance=CLOSE if reduction == 1 else 0.0,
+                )
+            )
     for reduction in (0, 1, 2):
         pair, unit = (x(3, 4), x(3, 4, seed=5)), (torch.sigmoid(f(3, 4)), torch.sigmoid(f(3, 4, seed=1)))
         grad = x(3, 4, seed=2) if reduction == 0 else torch.tensor(2.0, dtype=torch.float64)
@@ -173,7 +215,8 @@ def conv() -> list[Case]:
     for shape, weight, groups, more in (
         ((3, 4, 5, 6), (7, 4, 3, 3), 1, plain),
         ((2, 4, 7, 6), (5, 4, 1, 2), 1, ([2, 1], [0, 1], [1, 1], False, [0, 0])),
-        ((2, 12, 3, 4), (12, 1, 3, 3), 12, plain), ((2, 24, 3, 4), (12, 2, 3, 3), 12, plain),
+        ((2, 12, 3, 4), (12, 1, 3, 3), 12, plain),
+        ((2, 24, 3, 4), (12, 2, 3, 3), 12, plain),
         ((2, 12, 4), (24, 1, 3), 12, ([1], [1], [1], False, [0])),
         ((3, 4, 3, 4), (4, 7, 2, 3), 1, ([2, 1], [0, 0], [1, 1], True, [1, 0])),
         ((2, 24, 3, 4), (24, 3, 2, 2), 12, ([1, 1], [0, 0], [1, 1], True, [0, 0])),
@@ -183,7 +226,9 @@ def conv() -> list[Case]:
             found.append(case(aten.convolution.default, x(*shape), x(*weight), bias, *more, groups))
         grad = x(*aten.convolution.default(x(*shape), x(*weight), None, *more, groups).shape, seed=4)
         for sizes, mask in (
-            ([outs], [True] * 3), ([0], [True, True, False]), ([outs], [False, True, True]),
+            ([outs], [True] * 3),
+            ([0], [True, True, False]),
+            ([outs], [False, True, True]),
             (None, [True, False, False]),
         ):
             found.append(

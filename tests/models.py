@@ -81,7 +81,12 @@ class GPT2(nn.Module):
 
 
 def gpt2(
-    batch: int = 12, seq: int = 12, vocab: int = 96, width: int = 48, heads: int = 12, layers: int = 2,
+    batch: int = 12,
+    seq: int = 12,
+    vocab: int = 96,
+    width: int = 48,
+    heads: int = 12,
+    layers: int = 2,
     tied: bool = True,
 ) -> Model:
     """GPT-2 (Radford et al. 2019) with causal attention and learned positions; (tokens, targets) -> cross-entropy."""
@@ -93,8 +98,12 @@ class VGG(nn.Module):
     def __init__(self, channels: int, size: int, hidden: int, classes: int) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(3, channels, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-            nn.Conv2d(channels, 2 * channels, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+            nn.Conv2d(3, channels, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Conv2d(channels, 2 * channels, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
         )
         self.classifier = nn.Sequential(
             nn.Linear(2 * channels * (size // 4) ** 2, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, classes)
@@ -287,9 +296,18 @@ def scalar_traps(batch: int = 48, width: int = 24) -> Model:
 
 
 MODELS = {
-    "mlp": mlp, "gpt2": gpt2, "vgg": vgg, "resnet": resnet, "batch_norm": batch_norm, "two_outputs": two_outputs,
-    "dict_output": dict_output, "dataclass_output": dataclass_output, "unused_parameter": unused_parameter,
-    "lora": lora, "ignore_index_loss": ignore_index_loss, "scalar_traps": scalar_traps,
+    "mlp": mlp,
+    "gpt2": gpt2,
+    "vgg": vgg,
+    "resnet": resnet,
+    "batch_norm": batch_norm,
+    "two_outputs": two_outputs,
+    "dict_output": dict_output,
+    "dataclass_output": dataclass_output,
+    "unused_parameter": unused_parameter,
+    "lora": lora,
+    "ignore_index_loss": ignore_index_loss,
+    "scalar_traps": scalar_traps,
 }
 
 

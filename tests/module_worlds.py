@@ -122,7 +122,8 @@ class Ranks(Alone):
         plan = self.plan(model, args, **options)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
             module = sbpc.parallelize(model, plan, init=kind)
-            time.sleep(0.5)  # the profiler must not end while gloo's thread still allocates: that crashed, once in five runs
+            # the profiler must not end while gloo's thread still allocates: that crashed, once in five runs
+            time.sleep(0.5)
         events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
         changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
         peak = max(itertools.accumulate(size for _, size in changes))

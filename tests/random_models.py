@@ -34,8 +34,10 @@ from tests.random_plans import random_loop, random_plan
 
 TOLERANCE, HALF_TOLERANCE = 1e-10, 0.1
 HELD = ("", "refused", "left out")  # outcomes that are no failure
-COSTLY = ("linear", "gated", "tied", "attention", "conv1d", "conv2d", "moe", "multihead", "turns")  # whose backward reads products
-BROKEN: dict[str, tuple[str, Callable[[Case], bool]]] = {}  # what is known to be wrong -> how it fails, which cases may fail so
+# whose backward reads products
+COSTLY = ("linear", "gated", "tied", "attention", "conv1d", "conv2d", "moe", "multihead", "turns")
+# what is known to be wrong -> how it fails, which cases may fail so
+BROKEN: dict[str, tuple[str, Callable[[Case], bool]]] = {}
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,9 @@ class Case:
         """Python that can be pasted: it plans, simulates, and compares the loss and gradients with eager torch."""
         text = source(self.net)
         given = ["args", "kwargs=kwargs", *(["loss=loss", "targets=targets"] if self.net.end.kind == APART else [])]
-        options = ", ".join(["model", given[0], "mesh", *given[1:], *(f"{k}={v!r}" for k, v in asked(self, built(text)).items())])
+        options = ", ".join(
+            ["model", given[0], "mesh", *given[1:], *(f"{k}={v!r}" for k, v in asked(self, built(text)).items())]
+        )
         text += f"\nimport sbpc\n\nmesh = sbpc.Mesh({', '.join(f'{k}={v!r}' for k, v in self.mesh.items())})\n"
         if self.share:
             text += f"free = sbpc.plan({options})\n"
@@ -101,7 +105,10 @@ def draw_case(seed: int) -> Case:
     way = r.random()
     divisors = [n for n in (1, 2, 3, 4) if net.sizes["B"] % n == 0]
     if loss and way < 0.2:
-        options |= {"stages": r.choice([name for name, size in zip("abc", sizes) if size > 1]), "schedule": r.choice(("1f1b", "gpipe", "interleaved", "zbv"))}
+        options |= {
+            "stages": r.choice([name for name, size in zip("abc", sizes) if size > 1]),
+            "schedule": r.choice(("1f1b", "gpipe", "interleaved", "zbv")),
+        }
         options |= {"microbatches": r.choice(divisors)} if take(0.6) else {}
     elif loss and way < 0.4:
         options["microbatches"] = r.choice(divisors)
@@ -110,7 +117,12 @@ def draw_case(seed: int) -> Case:
         options |= {"train": False} if take(0.1) else {}
         options |= {"spread": True} if take(0.04) else {}
         options |= {"objective": "bytes"} if take(0.08) else {}
-        where = [f"S({dim})@{axis}" for dim, n in enumerate("BTC") for axis in "abc"[: len(sizes)] if may_split(net.sizes[n], mesh[axis])]
+        where = [
+            f"S({dim})@{axis}"
+            for dim, n in enumerate("BTC")
+            for axis in "abc"[: len(sizes)]
+            if may_split(net.sizes[n], mesh[axis])
+        ]
         options |= {"inputs": [r.choice(where)]} if where and take(0.08) else {}
     if take(0.3) and net.has(*COSTLY):
         options["recompute"] = r.choice(("selective", "full", "auto"))
@@ -140,7 +152,9 @@ def asked(case: Case, made: dict[str, Any]) -> dict[str, Any]:
     """The options of `sbpc.plan` but those that belong to the net and the limit."""
     options = case.options | ({"pin": pins(made["model"], case)} if case.pins else {})
     if "inputs" in options:
-        options["inputs"] = options["inputs"] + [None] * (len(flatten((made["args"], made["kwargs"]), "arguments")[0]) - 1)
+        options["inputs"] = options["inputs"] + [None] * (
+            len(flatten((made["args"], made["kwargs"]), "arguments")[0]) - 1
+        )
     return options
 
 
@@ -148,9 +162,14 @@ def planned(case: Case, made: dict[str, Any], mesh: Mesh | None = None) -> Plan:
     """The plan of a case, or, on a mesh of one rank, one without options that change no numbers."""
     options = asked(case, made)
     if mesh is not None:
-        options = {key: options[key] for key in ("capture", "dtype", "train") if key in options} | {"microbatches": 1, "objective": "serial"}
+        options = {key: options[key] for key in ("capture", "dtype", "train") if key in options} | {
+            "microbatches": 1,
+            "objective": "serial",
+        }
     options |= {"loss": made["loss"], "targets": made["targets"]} if "loss" in made else {}
-    plan = functools.partial(sbpc.plan, made["model"], made["args"], mesh or Mesh(**case.mesh), kwargs=made["kwargs"], **options)
+    plan = functools.partial(
+        sbpc.plan, made["model"], made["args"], mesh or Mesh(**case.mesh), kwargs=made["kwargs"], **options
+    )
     if case.share and mesh is None:
         return plan(memory=case.share * plan().cost.memory["total"])
     return plan()
@@ -192,7 +211,12 @@ def expected(case: Case, made: dict[str, Any]) -> Expected:
         gradients = torch.autograd.grad(roots, wanted, [torch.ones_like(leaf) for leaf in roots], allow_unused=True)
     buffers = {name: buffer for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])}
     by_name = dict(zip(names, gradients)) if case.options.get("train", True) else {}
-    return Expected([leaf.detach() for leaf in leaves], by_name, buffers, gradients[-1] if len(wanted) > len(names) and by_name else None)
+    return Expected(
+        [leaf.detach() for leaf in leaves],
+        by_name,
+        buffers,
+        gradients[-1] if len(wanted) > len(names) and by_name else None,
+    )
 
 
 def simulated(plan: Any, made: dict[str, Any]) -> Any:
@@ -206,7 +230,10 @@ def check_numbers(what: str, run: Any, wanted: Expected, half: bool) -> None:
     demand(len(leaves) == len(wanted.outputs), f"outputs of {what}: {len(leaves)} and not {len(wanted.outputs)}")
     for name, value in wanted.gradients.items():
         demand(name in run.gradients or value is None, f"gradient of {what}: {name} is absent")
-        demand((run.gradients.get(name) is None) == (value is None), f"gradient of {what}: {name} is {run.gradients.get(name)} and not {value}")
+        demand(
+            (run.gradients.get(name) is None) == (value is None),
+            f"gradient of {what}: {name} is {run.gradients.get(name)} and not {value}",
+        )
     for name in wanted.buffers:
         demand(name in run.buffers, f"buffer of {what}: {name} is not told")
     gradients = {name: value for name, value in wanted.gradients.items() if value is not None}
@@ -218,8 +245,12 @@ def check_numbers(what: str, run: Any, wanted: Expected, half: bool) -> None:
         pairs.append(("gradient of input", run.input_gradients[0], wanted.input_gradient, largest))
     for name, found, value, largest in pairs:
         demand(bool(torch.isfinite(value.double()).all()), f"net of no finite numbers: {name}")
-        demand(found.shape == value.shape and found.dtype == value.dtype, f"shape of {what}: {name} is {found.dtype} {tuple(found.shape)}")
-        error = relative_error(found, value, max((0.1 if half else 1e-3) * largest, 1e-30))  # some are zero but for rounding
+        demand(
+            found.shape == value.shape and found.dtype == value.dtype,
+            f"shape of {what}: {name} is {found.dtype} {tuple(found.shape)}",
+        )
+        # some are zero but for rounding
+        error = relative_error(found, value, max((0.1 if half else 1e-3) * largest, 1e-30))
         demand(error <= (HALF_TOLERANCE if half else TOLERANCE), f"numbers of {what}: {name} is wrong by {error:.1e}")
 
 
@@ -234,11 +265,16 @@ def check_costs(what: str, plan: Any, run: Any) -> None:
     cost, count = plan.cost, getattr(plan, "count", 1)
     for axis in {**cost.bytes_sent, **run.bytes_sent}:
         told, sent = cost.bytes_sent.get(axis, 0.0), run.bytes_sent.get(axis, 0.0)
-        close = abs(told - sent) <= max(1e-3 * told, 8.0 * count)  # a scalar that no ring can cut is predicted as if it were cut
+        # a scalar that no ring can cut is predicted as if it were cut
+        close = abs(told - sent) <= max(1e-3 * told, 8.0 * count)
         demand(close, f"bytes of {what}: {sent} along {axis}, predicted {told}")
     most, peak, slack = cost.memory["total"], run.peak_memory, 0.05 * run.peak_memory + 64
-    least = most - cost.memory["optimizer"]  # no program has the optimizer's state; without it another stage may hold most
-    demand(least - slack <= peak <= slack + (most if getattr(plan, "axis", None) else least), f"memory of {what}: {peak}, predicted {least}")
+    # no program has the optimizer's state; without it another stage may hold most
+    least = most - cost.memory["optimizer"]
+    demand(
+        least - slack <= peak <= slack + (most if getattr(plan, "axis", None) else least),
+        f"memory of {what}: {peak}, predicted {least}",
+    )
 
 
 def check(case: Case) -> str:
@@ -249,7 +285,8 @@ def check(case: Case) -> str:
         wanted = expected(case, made)
         plan = planned(case, made)
     except SbpcError as error:
-        demand(not isinstance(error, CaptureError) or error.__cause__ is None, f"capture: {error}")  # one device runs it
+        # one device runs it
+        demand(not isinstance(error, CaptureError) or error.__cause__ is None, f"capture: {error}")
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     run = check_plan("the plan", plan, case, made, wanted, verify=seed % 4 == 1)
     if not {"inputs", "spread"} & set(case.options):
@@ -281,8 +318,14 @@ def check_file(plan: Any, run: Any, made: dict[str, Any]) -> str:
     demand(str(again) == str(plan), "text of the plan is another after loading")
     same = simulated(again, made)
     found, expected = ([*flatten(each.outputs, "")[0], *each.gradients.values()] for each in (same, run))
-    demand(all(torch.equal(a, b) for a, b in zip(found, expected) if a is not None), "numbers of the plan are others after loading")
-    demand(same.bytes_sent == run.bytes_sent and again.cost.memory == plan.cost.memory, "costs of the plan are others after loading")
+    demand(
+        all(torch.equal(a, b) for a, b in zip(found, expected) if a is not None),
+        "numbers of the plan are others after loading",
+    )
+    demand(
+        same.bytes_sent == run.bytes_sent and again.cost.memory == plan.cost.memory,
+        "costs of the plan are others after loading",
+    )
     return ""
 
 
@@ -302,7 +345,9 @@ def elsewhere(seeds: Sequence[int]) -> list[str]:
     """Digests of plans that a process with another PYTHONHASHSEED makes."""
     command = [sys.executable, "-m", "tests.random_models", "--digests", *map(str, seeds)]
     other = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    return subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": other}, check=True, capture_output=True, text=True).stdout.split()
+    return subprocess.run(
+        command, env={**os.environ, "PYTHONHASHSEED": other}, check=True, capture_output=True, text=True
+    ).stdout.split()
 
 
 def outcome(case: Case) -> tuple[str, str]:
@@ -366,7 +411,9 @@ def report(case: Case) -> str:
     """What fails of a case, as a smaller one."""
     small = shrunk(case, outcome(case)[0])
     kind, text = outcome(small)
-    return f"# python -m tests.random_models {case.net.seed}: {kind}\n{small.text()}\n# " + text.strip().replace("\n", "\n# ")
+    return f"# python -m tests.random_models {case.net.seed}: {kind}\n{small.text()}\n# " + text.strip().replace(
+        "\n", "\n# "
+    )
 
 
 def main(words: Sequence[str]) -> int:

@@ -12,7 +12,8 @@ SIZES = (1, 2, 3, 5, 7, 12)
 ACT = "<x.relu()|F.gelu(x)|x.tanh()|F.silu(x)|x.sigmoid()|F.softplus(x)|F.leaky_relu(x, 0.1)|F.relu(x.mul(2), inplace=True)>"
 KEYS = "x.detach() + torch.arange(<B * T * C).view(B, T, C)|T * C).view(T, C)|C * T * B).view(C, T, B).permute(2, 1, 0)> * 0.01"
 
-# name -> what __init__ makes ;; what forward does with x. <a|b> is one of a and b, drawn. B, T, C: sizes of x. W: another one. H: a
+# name -> what __init__ makes ;; what forward does with x. <a|b> is one of a and b, drawn. B, T, C: sizes of x. W:
+# another one. H: a
 # number of heads that divides C, D = C // H. more: other inputs.
 LAYERS = {
     "linear": f"self.up, self.down = nn.Linear(C, W, bias=<True|False>), nn.Linear(W, C) ;; y = x; x = self.up(x); x = {ACT}; x = <y + |>self.down(x)",
@@ -158,12 +159,19 @@ def drawn(text: str, seed: int) -> str:
     return text.replace("→", "->")
 
 
-def module_text(name: str, template: str, seed: int, extra: str = "", arguments: str = "x, more", last: str = "return x") -> str:
+def module_text(
+    name: str, template: str, seed: int, extra: str = "", arguments: str = "x, more", last: str = "return x"
+) -> str:
     """The class of a layer."""
     made, does = drawn(template, seed).split(" ;; ")
     lines = [f"class {name}(nn.Module):", "    def __init__(self):", "        super().__init__()"]
     lines += [f"        {line}" for line in [*filter(None, extra.split("; ")), *made.split("; ")] if line != "pass"]
-    lines += ["", f"    def forward(self, {arguments}):", *(f"        {line}" for line in statements(does)), *([f"        {last}"] if last else [])]
+    lines += [
+        "",
+        f"    def forward(self, {arguments}):",
+        *(f"        {line}" for line in statements(does)),
+        *([f"        {last}"] if last else []),
+    ]
     return "\n".join(lines)
 
 
@@ -175,8 +183,17 @@ def statements(does: str) -> list[str]:
 def source(net: Net) -> str:
     """Python that makes `model`, `args` and `kwargs` of a net, and `loss` and `targets` where the net has no loss of its own."""
     kinds = list(dict.fromkeys(net.layers))
-    names = {layer: f"{''.join(w.title() for w in re.findall('[a-z0-9]+', layer.kind))}{at}" for at, layer in enumerate(kinds)}
-    text = ["import torch", "import torch.nn.functional as F", "import torch.utils.checkpoint", "from torch import nn", ""]
+    names = {
+        layer: f"{''.join(w.title() for w in re.findall('[a-z0-9]+', layer.kind))}{at}"
+        for at, layer in enumerate(kinds)
+    }
+    text = [
+        "import torch",
+        "import torch.nn.functional as F",
+        "import torch.utils.checkpoint",
+        "from torch import nn",
+        "",
+    ]
     text += [f"torch.set_default_dtype(torch.float{32 if net.half else 64})", f"torch.manual_seed({net.seed})"]
     sizes = net.sizes
     text += [f"B, T, C, W, H, D = {', '.join(str(sizes[n]) for n in 'BTCWH')}, {sizes['C'] // sizes['H']}", ""]
@@ -185,13 +202,26 @@ def source(net: Net) -> str:
     extra = f"self.layers = nn.ModuleList([{', '.join(f'{name}()' for name in names.values())}])"
     extra += "; self.first = nn.Embedding(5, C)" if net.start != "x" else ""
     made, does = ENDS[net.end.kind].split(" ;; ")
-    made += "; self.head.weight = self.first.weight" if net.start == "tied" and "self.head = nn.Linear(C, 5" in made else ""
+    made += (
+        "; self.head.weight = self.first.weight" if net.start == "tied" and "self.head = nn.Linear(C, 5" in made else ""
+    )
     calls = [STARTS[net.start], *(f"x = self.layers[{kinds.index(layer)}](x, more)" for layer in net.layers)]
-    text += ["", module_text("Net", f"{made} ;; {'; '.join(calls)}; {does}", net.end.seed, extra, "x, y, z, more", ""), "", ""]
+    text += [
+        "",
+        module_text("Net", f"{made} ;; {'; '.join(calls)}; {does}", net.end.seed, extra, "x, y, z, more", ""),
+        "",
+        "",
+    ]
     text += ["model = Net()", *(EVERY[name] for name in net.done if name not in ("turn",) or net.layers)]
-    text += ["with torch.no_grad():", "    for p in model.parameters():", "        p.add_(torch.randn_like(p), alpha=0.1)"]
+    text += [
+        "with torch.no_grad():",
+        "    for p in model.parameters():",
+        "        p.add_(torch.randn_like(p), alpha=0.1)",
+    ]
     text += [f"x = {net.given}", "y, z = torch.randint(-1, 5, (B, T)), torch.randn(B, T, C)", "y[0, 0] = 1"]
-    text += ["more = {'mask': torch.rand(B, T).lt(0.7), 'tokens': torch.randint(0, 5, (B, T)), 'bias': torch.randn(T, T), 'scale': torch.randn(C)}"]
+    text += [
+        "more = {'mask': torch.rand(B, T).lt(0.7), 'tokens': torch.randint(0, 5, (B, T)), 'bias': torch.randn(T, T), 'scale': torch.randn(C)}"
+    ]
     text += ["more['mask'][:, 0] = True", "args, kwargs = (x, y), {'z': z, 'more': more}"]
     if net.end.kind == APART:
         text += ["loss, targets = F.cross_entropy, (y.flatten().clamp(min=0),)"]

@@ -63,10 +63,7 @@ def draw(gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], generator: ran
     known: dict[Choice, Choice] = {}  # equal ones are one object, as in a plan of the solver
     drawn = {node.name: draw_choice(node, mesh, wishes.get(node.name), generator) for node in nodes}
     choices = {name: known.setdefault(choice, choice) for name, choice in drawn.items()}
-    homes = {
-        (port.kind, port.name): choices[node.name].output(0, mesh.axes)
-        for port, node in placeholders(gm).items()
-    }
+    homes = {(port.kind, port.name): choices[node.name].output(0, mesh.axes) for port, node in placeholders(gm).items()}
     kinds = {GRADIENT: PARAMETER, INPUT_GRADIENT: INPUT, MUTATION: BUFFER}
     outputs = tuple(
         None if node is None else homes.get((kinds.get(port.kind), port.name), broadcast(mesh.axes))

@@ -22,7 +22,11 @@ def channels_last(x: Tensor) -> Tensor:
 def odd_ones(x: Tensor) -> Tensor:
     """Channels last, but that dims of one element have strides that no format gives them."""
     strides = channels_last(x).stride()
-    return channels_last(x).as_strided(x.shape, [1 if size == 1 else stride for size, stride in zip(x.shape, strides)]) if x.dim() > 2 else x
+    return (
+        channels_last(x).as_strided(x.shape, [1 if size == 1 else stride for size, stride in zip(x.shape, strides)])
+        if x.dim() > 2
+        else x
+    )
 
 
 def transposed(x: Tensor) -> Tensor:
@@ -55,8 +59,14 @@ def last_expanded(x: Tensor) -> Tensor:
 
 
 WAYS: dict[str, Way] = {
-    "channels last": channels_last, "odd ones": odd_ones, "transposed": transposed, "turned": turned, "sliced": sliced,
-    "first expanded": expanded(0), "second expanded": expanded(1), "last expanded": last_expanded,
+    "channels last": channels_last,
+    "odd ones": odd_ones,
+    "transposed": transposed,
+    "turned": turned,
+    "sliced": sliced,
+    "first expanded": expanded(0),
+    "second expanded": expanded(1),
+    "last expanded": last_expanded,
 }
 
 

@@ -71,7 +71,9 @@ def whole(value: Any) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value.clone()
 
 
-def misuses(model: Any, module: Any, first: sbpc.Plan, other: sbpc.Plan, others: Sequence[sbpc.Plan]) -> list[Callable[[], Any]]:
+def misuses(
+    model: Any, module: Any, first: sbpc.Plan, other: sbpc.Plan, others: Sequence[sbpc.Plan]
+) -> list[Callable[[], Any]]:
     x, y = batch(0, 4)
 
     def other_sums() -> None:
@@ -160,7 +162,8 @@ def of_loops(plans: dict[str, sbpc.Plan]) -> list[tuple[str, list[Tensor]]]:
                 found.append((f"{way} {rows}", [loss, *(whole(p.grad) for p in module.parameters())]))
         runner, (x, _) = runner_of(module), batch(0, 8)
         if first == "loop":
-            runner.where = torch.device("meta")  # another device than that of the batch, of which micro-batches go there one by one
+            # another device than that of the batch, of which micro-batches go there one by one
+            runner.where = torch.device("meta")
             assert runner.shard_of(runner.inputs[0], x, True) is x
     return found
 

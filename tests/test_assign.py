@@ -70,7 +70,9 @@ def spaces(program: list[tuple[str, int, int]], mesh: Mesh, size: int = 12) -> S
 
 def seconds_of(space: Space, labels: list[int]) -> float:
     """What the boxed graph of an assignment costs, measured on the graph and not by the solver."""
-    return make_plan(space.gm, space.mesh, space.assignment(labels), 0.0, Options(objective="serial"), Stages()).cost.seconds
+    return make_plan(
+        space.gm, space.mesh, space.assignment(labels), 0.0, Options(objective="serial"), Stages()
+    ).cost.seconds
 
 
 def program(length: int) -> Any:
@@ -80,7 +82,9 @@ def program(length: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "length", "limit"), [({"x": 2}, 5, 20_000), pytest.param({"x": 3}, 5, 20_000, marks=pytest.mark.prove), ({"x": 2, "y": 2}, 2, 20_000)], ids=str
+    ("sizes", "length", "limit"),
+    [({"x": 2}, 5, 20_000), pytest.param({"x": 3}, 5, 20_000, marks=pytest.mark.prove), ({"x": 2, "y": 2}, 2, 20_000)],
+    ids=str,
 )
 def test_assign_equals_trying_everything(sizes: dict[str, int], length: int, limit: int) -> None:
     tried = 0
@@ -156,13 +160,23 @@ class Turned(nn.Module):
         return turned, turned, turned
 
 
-def test_a_renaming_that_several_read_keeps_the_layouts_from_which_they_can_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_renaming_that_several_read_keeps_the_layouts_from_which_they_can_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Gathered once, it is sliced for each of the three."""
     seconds = []
     for many in (0, 10**9):
         monkeypatch.setattr(layout_problem, "MANY", many)
         given, outputs = ["S(0)@x"], ["S(0)@x", "S(2)@x", "S(3)@x"]
-        plan = sbpc.plan(Turned(), (torch.randn(16, 16, 8, 8),), Mesh(x=2), inputs=given, outputs=outputs, train=False, objective="serial")
+        plan = sbpc.plan(
+            Turned(),
+            (torch.randn(16, 16, 8, 8),),
+            Mesh(x=2),
+            inputs=given,
+            outputs=outputs,
+            train=False,
+            objective="serial",
+        )
         seconds.append((plan.cost.seconds, plan.cost.lower_bound))
     assert seconds[0] == seconds[1]
 
@@ -178,14 +192,20 @@ def assert_box_pays_the_objective(space: Space, generator: torch.Generator, time
 
 
 @settings(max_examples=25)
-@given(program(8), st.sampled_from([Mesh(x=2, y=2), Mesh(x=2, y=3, cluster="h100"), Mesh(x=2, y=2, z=2)]), st.integers(0))
+@given(
+    program(8), st.sampled_from([Mesh(x=2, y=2), Mesh(x=2, y=3, cluster="h100"), Mesh(x=2, y=2, z=2)]), st.integers(0)
+)
 def test_box_pays_the_objective_for_random_graphs_and_labels(drawn: Any, mesh: Mesh, seed: int) -> None:
     assert_box_pays_the_objective(spaces(drawn, mesh), torch.Generator().manual_seed(seed % 1_000), 3)
 
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [("mlp", (2, 4)), ("gpt2", (2, 2, 2)), *(pytest.param(*case, marks=pytest.mark.prove) for case in (("mlp", (2, 2, 2)), ("gpt2", (2, 4))))],
+    [
+        ("mlp", (2, 4)),
+        ("gpt2", (2, 2, 2)),
+        *(pytest.param(*case, marks=pytest.mark.prove) for case in (("mlp", (2, 2, 2)), ("gpt2", (2, 4)))),
+    ],
     ids=str,
 )
 def test_box_pays_the_objective_for_models_and_random_labels(name: str, sizes: tuple[int, ...]) -> None:
@@ -218,7 +238,13 @@ def test_gradients_land_in_their_parameters_home() -> None:
 
 def test_pin_of_a_column_and_row_pair_needs_one_all_reduce_each_way() -> None:
     model, args = models.mlp()
-    plan = sbpc.plan(model, args, Mesh(tensor=2), pin={"ups.*.weight": "S(0)@tensor", "downs.*.weight": "S(1)@tensor"}, objective="serial")
+    plan = sbpc.plan(
+        model,
+        args,
+        Mesh(tensor=2),
+        pin={"ups.*.weight": "S(0)@tensor", "downs.*.weight": "S(1)@tensor"},
+        objective="serial",
+    )
     assert str(plan.layout("ups.0.weight")) == "[S(0)]" and str(plan.layout("downs.0.weight")) == "[S(1)]"
 
 

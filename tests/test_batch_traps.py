@@ -51,7 +51,9 @@ LOOPS: dict[str, Step] = {
     "a sum over the sequence of another input": lambda _, y, other: (y * other.sum().sin()).square().mean(),
     "a counter": counted,
     "weights, ignored targets and smoothed labels": smoothed,
-    "a term of weights alone": lambda net, y, _: y.square().mean() + 0.1 * sum(p.square().sum() for p in net.parameters()),
+    "a term of weights alone": lambda net, y, _: (
+        y.square().mean() + 0.1 * sum(p.square().sum() for p in net.parameters())
+    ),
     "a product of a mean and a count": lambda _, y, target: y.square().mean() * (target >= 0).sum(),
 }
 NO_LOOPS: dict[str, Step] = {
@@ -70,7 +72,9 @@ def arguments() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("name", "loops"), [*((name, True) for name in LOOPS), *((name, False) for name in NO_LOOPS)])
-def test_parts_have_the_numbers_of_the_whole_batch_and_loop_where_they_can(name: str, loops: bool, float64: None) -> None:
+def test_parts_have_the_numbers_of_the_whole_batch_and_loop_where_they_can(
+    name: str, loops: bool, float64: None
+) -> None:
     net, args = Net((LOOPS | NO_LOOPS)[name]), arguments()
     plan = sbpc.plan(net, args, Mesh(x=2), microbatches=4 if loops else 2, objective="serial")
     assert (plan.loop is not None) == loops
@@ -83,6 +87,7 @@ def test_parts_have_the_numbers_of_the_whole_batch_and_loop_where_they_can(name:
 
 def test_inputs_of_other_sizes_are_cut_evenly_or_are_whole_in_every_part(float64: None) -> None:
     """The batch is that of the first input. What has 6 or 3 rows is not four equal parts."""
+
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -128,8 +133,17 @@ class Penalized(nn.Module):
         given, factor = x, self.heat.exp().sum()
         for layer in self.layers:
             x = torch.tanh(layer(x * factor))
-        penalty = 0.1 * sum(p.square().sum() for p in self.parameters()) + 1e-3 * self.layers[1].weight.norm() + self.alone.sin().sum()
-        return {"loss": x.square().mean() + penalty, "x": given, "heat": self.heat.detach(), "constant": torch.arange(3.0)}
+        penalty = (
+            0.1 * sum(p.square().sum() for p in self.parameters())
+            + 1e-3 * self.layers[1].weight.norm()
+            + self.alone.sin().sum()
+        )
+        return {
+            "loss": x.square().mean() + penalty,
+            "x": given,
+            "heat": self.heat.detach(),
+            "constant": torch.arange(3.0),
+        }
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
@@ -148,6 +162,8 @@ def test_a_number_of_micro_batches_beyond_all_batches_is_refused_at_once() -> No
 def test_stages_that_do_not_fit_say_what_the_least_is_made_of() -> None:
     """With recompute="auto", too, though there is no block to compute again."""
     for options in ({}, {"recompute": "auto"}):
-        with pytest.raises(MemoryLimitError, match=r"no plan was found that takes less than [\d,]+ bytes a rank, .*\n  of which parame") as caught:
+        with pytest.raises(
+            MemoryLimitError, match=r"no plan was found that takes less than [\d,]+ bytes a rank, .*\n  of which parame"
+        ) as caught:
             sbpc.plan(*models.mlp(layers=2), Mesh(pipe=2), stages="pipe", microbatches=4, memory=1e3, **options)
         assert caught.value.nearest.memory["total"] > 1e3

@@ -53,19 +53,33 @@ def test_to_start_a_message_costs_computing() -> None:
 def test_stages_start_each_message_at_both_ends() -> None:
     model, args = models.gpt2(layers=2, tied=False)
     costs = [
-        sbpc.plan(model, args, Mesh(pipe=2, cluster=replace(LAN, start=start)), stages="pipe", microbatches=1, schedule="gpipe").cost
+        sbpc.plan(
+            model,
+            args,
+            Mesh(pipe=2, cluster=replace(LAN, start=start)),
+            stages="pipe",
+            microbatches=1,
+            schedule="gpipe",
+        ).cost
         for start in (0.0, 0.25)
     ]
-    assert costs[1].seconds == pytest.approx(costs[0].seconds + 4 * 0.25), "one forth and one back, and nothing beside them"
+    assert costs[1].seconds == pytest.approx(costs[0].seconds + 4 * 0.25), (
+        "one forth and one back, and nothing beside them"
+    )
     assert costs[1].compute_seconds == pytest.approx(costs[0].compute_seconds)
 
 
 def test_attention_takes_as_many_times_as_long_as_its_flops_say() -> None:
     model, args = models.gpt2(layers=1)
     slow = replace(LAN, memory_bandwidth=1e30, launch=0.0)
-    costs = [sbpc.plan(model, args, Mesh(x=2, cluster=replace(slow, attention=times)), objective="serial").cost for times in (1.0, 3.0)]
+    costs = [
+        sbpc.plan(model, args, Mesh(x=2, cluster=replace(slow, attention=times)), objective="serial").cost
+        for times in (1.0, 3.0)
+    ]
     attention = sum(
-        count * float(kernel_work(kernel, (2,))[0]) / slow.peak for kernel, count in costs[0].kernels if "attention" in kernel.op
+        count * float(kernel_work(kernel, (2,))[0]) / slow.peak
+        for kernel, count in costs[0].kernels
+        if "attention" in kernel.op
     )
     assert costs[0].flops == costs[1].flops and attention > 0
     assert costs[1].compute_seconds == pytest.approx(costs[0].compute_seconds + 2 * attention)
@@ -90,7 +104,9 @@ def needs(action: Action) -> list[Action]:
     earlier = Action(FORWARD, 0, action.micro_batch)
     forward = Action(FORWARD, action.chunk, action.micro_batch)
     back = Action("B", 1, action.micro_batch)
-    return ([earlier] if action.chunk else []) if action.kind == FORWARD else [forward] + ([] if action.chunk else [back])
+    return (
+        ([earlier] if action.chunk else []) if action.kind == FORWARD else [forward] + ([] if action.chunk else [back])
+    )
 
 
 def test_a_stage_that_shares_cores_is_faster_while_others_wait() -> None:
@@ -100,11 +116,20 @@ def test_a_stage_that_shares_cores_is_faster_while_others_wait() -> None:
     assert alone == {action: pytest.approx(span) for action, span in apart.items()}
     shared = shared_spans(actions, needs, lambda action: (1.0, 0.0), lambda *_: 0.0, [0.0, 0.0], 2.0, 0.0)
     assert shared[Action(FORWARD, 0, 0)] == (0.0, 0.5)  # the second stage has nothing to do yet
-    assert max(end for _, end in shared.values()) == pytest.approx(8.0)  # 16 seconds' work on two ranks' share of the cores
+    # 16 seconds' work on two ranks' share of the cores
+    assert max(end for _, end in shared.values()) == pytest.approx(8.0)
 
 
 def test_a_step_becomes_a_loop_on_whatever_cluster() -> None:
     model, args = models.gpt2(batch=8, layers=2)
-    fast = replace(LAN, peak=1e6, memory_bandwidth=1e6, inter_bandwidth=1e12, inter_latency=0.0, intra_bandwidth=1e12, intra_latency=0.0)
+    fast = replace(
+        LAN,
+        peak=1e6,
+        memory_bandwidth=1e6,
+        inter_bandwidth=1e12,
+        inter_latency=0.0,
+        intra_bandwidth=1e12,
+        intra_latency=0.0,
+    )
     plan = sbpc.plan(model, args, Mesh(pipe=2, cluster=fast), stages="pipe", microbatches=4)
     assert plan.loop.count == 4

@@ -26,8 +26,19 @@ from tests.boxings import LOCAL, boxed_layouts, crops, layouts, meshes, shapes, 
 
 GRID = Mesh(a=2, b=4)
 SLOW = Cluster(
-    "slow", 1e12, 1e12, 0.0, 4, 1e-6, 1e11, 5e-6, 3e10,
-    collectives=(Rate("all_to_all", efficiency=0.5), Rate("reduce_scatter", 2, latency=9e-6, efficiency=0.8, least=1.2e-5)),
+    "slow",
+    1e12,
+    1e12,
+    0.0,
+    4,
+    1e-6,
+    1e11,
+    5e-6,
+    3e10,
+    collectives=(
+        Rate("all_to_all", efficiency=0.5),
+        Rate("reduce_scatter", 2, latency=9e-6, efficiency=0.8, least=1.2e-5),
+    ),
 )
 
 
@@ -206,7 +217,11 @@ def codes(found: Sequence[Layout]) -> np.ndarray:
 
 def test_the_closure_is_what_paths_cost_and_a_metric() -> None:
     for sizes, shape in [
-        ((2, 4), (6, 10)), ((2, 4), (8, 16, 8)), ((3,), (7, 4, 4)), ((2, 2, 2), (4, 8)), ((2, 2, 2), (8, 16)),
+        ((2, 4), (6, 10)),
+        ((2, 4), (8, 16, 8)),
+        ((3,), (7, 4, 4)),
+        ((2, 2, 2), (4, 8)),
+        ((2, 2, 2), (8, 16)),
         ((1, 3), ()),
     ]:
         mesh = Mesh(cluster=SLOW, **dict(zip("abc", sizes)))
@@ -233,7 +248,10 @@ def test_nothing_leads_to_extremes() -> None:
     found = [layout(text) for text in ("[P(max), B]", "[B, B]", "[P(min), S(0)]", "[P(max), S(0)]")]
     costs = closure(codes(found), (8, 8), 4, GRID)
     assert np.isfinite(costs).tolist() == [
-        [True, True, False, True], [False, True, False, False], [False, True, True, False], [True, True, False, True],
+        [True, True, False, True],
+        [False, True, False, False],
+        [False, True, True, False],
+        [True, True, False, True],
     ]
 
 

@@ -122,7 +122,11 @@ def test_buffers_outputs_and_gradients_are_those_of_eager_torch(name: str, quick
     after, before = copy.deepcopy(model), buffers(model)
     outputs, gradients = eager(after, args)
     others = ({"x": 3}, "aot"), ({"x": 2, "y": 2}, "light")
-    for plan in (planned(name),) if quick else (sbpc.plan(model, args, Mesh(**sizes), capture=method) for sizes, method in others):
+    for plan in (
+        (planned(name),)
+        if quick
+        else (sbpc.plan(model, args, Mesh(**sizes), capture=method) for sizes, method in others)
+    ):
         assert not plan.notes
         for each in (plan, random_plan(plan, 0)):
             assert compare(each, model, args, outputs, gradients) <= TOLERANCE

@@ -101,7 +101,11 @@ def test_a_loss_takes_the_output_and_the_targets():
     for method in METHODS:
         loss, labels = nn.CrossEntropyLoss(weight=torch.rand(6).double()), torch.tensor([1, 5, -100, 0])
         gm = check(Model(lambda m, x: m.linear(x)), (x(),), loss=loss, targets=(labels,), method=method)
-        assert [node.name for node in gm.graph.nodes if node.op == "placeholder"][-3:] == ["input_0", "target", "tangent_0"]
+        assert [node.name for node in gm.graph.nodes if node.op == "placeholder"][-3:] == [
+            "input_0",
+            "target",
+            "tangent_0",
+        ]
 
 
 def test_results_keep_their_classes():
@@ -145,9 +149,12 @@ def test_every_node_knows_its_module_line_and_phase():
         assert [node.meta["module"] for node in found[aten.gelu.default, "forward"]] == ["blocks.0"]
         assert [node.meta["module"] for node in found[aten.gelu_backward.default, "backward"]] == ["blocks.0"]
         assert (
-            "return x + self.down(F.gelu(self.up(" in found[aten.gelu_backward.default, "backward"][0].meta["stack_trace"]
+            "return x + self.down(F.gelu(self.up("
+            in found[aten.gelu_backward.default, "backward"][0].meta["stack_trace"]
         )
-        assert {"blocks.0.up", "blocks.0.down", "head"} <= {n.meta["module"] for n in found[aten.mm.default, "backward"]}
+        assert {"blocks.0.up", "blocks.0.down", "head"} <= {
+            n.meta["module"] for n in found[aten.mm.default, "backward"]
+        }
         assert 'tests/models.py", line ' in found[aten.gelu.default, "forward"][0].meta["stack_trace"]
 
 
@@ -164,6 +171,7 @@ def test_written_buffers_come_out_as_mutations():
 
 def test_replaced_buffers_come_out_as_mutations():
     for method in METHODS:
+
         def forward(m, x):
             m.average = 0.9 * m.average + m.linear(x).mean()
             return m.linear(x) * m.average
@@ -258,7 +266,13 @@ def test_forwards_full_of_traps_are_right():
 
 def test_writes_into_fresh_memory_do_not_need_aot_autograd(monkeypatch):
     monkeypatch.delattr("sbpc.passes.capture.capture.joint")
-    for name in ["a write into a detached alias", "fresh writes", "places by index", "writes into slices without gradients", "writes that keep their dtype"]:
+    for name in [
+        "a write into a detached alias",
+        "fresh writes",
+        "places by index",
+        "writes into slices without gradients",
+        "writes that keep their dtype",
+    ]:
         capture(Model(FORWARDS[name]), (x().requires_grad_(),))
 
 
@@ -285,7 +299,9 @@ def test_autocast_wraps_model_and_loss():
         given, expected = eager(module, (x(),), loss=F.cross_entropy, targets=(labels,), dtype=dtype)
         gm = capture(module, (x(),), loss=F.cross_entropy, targets=(labels,), dtype=dtype)
         assert_equal(gm, given, expected)
-        assert dtype in {node.meta["val"].dtype for node in gm.graph.nodes if node.target is torch.ops.aten.addmm.default}
+        assert dtype in {
+            node.meta["val"].dtype for node in gm.graph.nodes if node.target is torch.ops.aten.addmm.default
+        }
 
 
 def test_capture_works_wherever_the_caller_stands():
@@ -353,7 +369,10 @@ REFUSED = {
     ),
     "seeding": (lambda m, x: (torch.manual_seed(3), F.dropout(m.linear(x)))[1], "the forward seeds torch's generator"),
     "wide integers": (lambda m, x: m.linear(x) * torch.randint(2**40, (6,)), "random integers of [0, 1099511627776)"),
-    "complex noise": (lambda m, x: m.linear(x) * torch.randn(6, dtype=torch.complex64), "random numbers of torch.complex64"),
+    "complex noise": (
+        lambda m, x: m.linear(x) * torch.randn(6, dtype=torch.complex64),
+        "random numbers of torch.complex64",
+    ),
     "attribute": (lambda m, x: m.linear(x) * m.mask, "uses a tensor [6] that is no parameter, no buffer"),
     "write into an argument": (lambda m, x: m.linear(x.add_(1)), "writes into 'input_0'"),
     "write into a parameter": (write_weight, "writes into 'linear.weight'"),

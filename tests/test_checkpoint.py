@@ -188,7 +188,9 @@ def test_the_last_checkpoints_are_kept_and_what_does_not_fit_is_refused(tmp_path
     sgd = torch.optim.SGD(model.parameters())
     assert "saved with AdamW" in refused(CheckpointError, lambda: checkpoints.load(model, sgd))
     assert "no checkpoint" in refused(CheckpointError, lambda: checkpoints.load(model, step=1))
-    assert "which the model has not" in refused(CheckpointError, lambda: checkpoints.save(5, nn.Linear(1, 1), optimizer))
+    assert "which the model has not" in refused(
+        CheckpointError, lambda: checkpoints.save(5, nn.Linear(1, 1), optimizer)
+    )
     refused(CheckpointError, lambda: weights_in(tmp_path / "nothing").state_dict())
     assert block_of(model.weight).shape == (2, 3)
 
@@ -220,12 +222,17 @@ def drop_on(folder: str, plan: sbpc.Plan, steps: int) -> list[float]:
 
 def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     plan = sbpc.plan(*dropping(), Mesh(x=2))
-    expected, first, second = (run_ranks(drop_on, 2, str(tmp_path / name), plan, steps)[0] for name, steps in (("one", 4), ("two", 2), ("two", 2)))
+    expected, first, second = (
+        run_ranks(drop_on, 2, str(tmp_path / name), plan, steps)[0]
+        for name, steps in (("one", 4), ("two", 2), ("two", 2))
+    )
     assert first + second == expected
     assert len(set(expected)) == 4
 
 
-def test_the_command_line_converts_weights_between_every_two_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_converts_weights_between_every_two_forms(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     saved, wanted = tmp_path / "saved", model.state_dict()
@@ -233,7 +240,14 @@ def test_the_command_line_converts_weights_between_every_two_forms(tmp_path: Pat
     checkpoints.save(3, nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
     checkpoints.save(7, model, torch.optim.AdamW(model.parameters()))
     checkpoints.wait()
-    chain = [saved, tmp_path / "a.safetensors", tmp_path / "b.pt", tmp_path / "again", tmp_path / "c.pth", tmp_path / "d.safetensors"]
+    chain = [
+        saved,
+        tmp_path / "a.safetensors",
+        tmp_path / "b.pt",
+        tmp_path / "again",
+        tmp_path / "c.pth",
+        tmp_path / "d.safetensors",
+    ]
     for source, destination in itertools.pairwise(chain):
         assert main(["convert", str(source), "-o", str(destination)]) == 0
     assert "7 tensors, 17 elements" in capsys.readouterr().out
@@ -245,7 +259,11 @@ def test_the_command_line_converts_weights_between_every_two_forms(tmp_path: Pat
     assert not torch.equal(torch.load(tmp_path / "e.pt", weights_only=True)["0.weight"], wanted["0.weight"])
     (tmp_path / "bad.pt").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     capsys.readouterr()
-    for source, said in (("bad.pt", "holds no weights"), ("nothing", "holds no checkpoint"), ("none.safetensors", "holds no tensors")):
+    for source, said in (
+        ("bad.pt", "holds no weights"),
+        ("nothing", "holds no checkpoint"),
+        ("none.safetensors", "holds no tensors"),
+    ):
         assert main(["convert", str(tmp_path / source), "-o", str(tmp_path / "f.pt")]) == 2
         assert said in capsys.readouterr().err
 
@@ -379,7 +397,11 @@ DAMAGES: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("*.blocks", lambda data: data[: len(data) // 2], "bytes, not "),
     ("*.blocks", lambda data: b"", "it has 0 bytes, not "),
     ("*.blocks", lambda data: b"x" + data[1:], "it does not begin as this save does"),
-    ("*.blocks", lambda data: data[:50] + bytes([data[50] ^ 1]) + data[51:], "the block at byte 47 is not what was written"),
+    (
+        "*.blocks",
+        lambda data: data[:50] + bytes([data[50] ^ 1]) + data[51:],
+        "the block at byte 47 is not what was written",
+    ),
 ]
 
 

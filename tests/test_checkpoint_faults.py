@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +78,22 @@ def disagree(folder: str, plan: sbpc.Plan) -> list[str]:
     module = sbpc.parallelize(model, plan)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     said = []
-    for kind, asynchronous in (("first update", True), ("update", True), ("training", True), ("step", True), ("step", False), ("none", True)):
+    for kind, asynchronous in (
+        ("first update", True),
+        ("update", True),
+        ("training", True),
+        ("step", True),
+        ("step", False),
+        ("none", True),
+    ):
         module.step(*args)
         for _ in range(1 + rank * ((kind == "none") - (kind == "first update"))):
             optimizer.step()
-        vars(module)["_sbpc_weights"].steps -= rank * (kind == "training")  # as of one that left out a batch, and met the others' next one
+        # as of one that left out a batch, and met the others' next one
+        vars(module)["_sbpc_weights"].steps -= rank * (kind == "training")
         checkpoints = Checkpoints(folder, asynchronous=asynchronous)
-        said.append(said_by(lambda: checkpoints.save(3 + rank * (kind == "step"), module, optimizer)) or said_by(checkpoints.wait))  # noqa: B023
+        at = 3 + rank * (kind == "step")
+        said.append(said_by(partial(checkpoints.save, at, module, optimizer)) or said_by(checkpoints.wait))
         vars(module)["_sbpc_weights"].steps += rank * (kind == "training")
         assert kind == "none" or not Path(folder).exists()
     return said
@@ -96,7 +106,11 @@ def test_ranks_that_are_not_at_the_same_step_save_nothing_and_all_say_so(tmp_pat
     whats = ["", "updates of group 0 2 on rank 0, 1 on rank 1", "training steps run 3 on rank 0, 2 on rank 1"]
     whats += ["step 3 on rank 0, 4 on rank 1"] * 2
     for text, what in zip(found[0], whats):
-        begin = f"the ranks save states of other moments, so nothing is saved: {what}\n" if what else "the ranks have only a part of optimizer/"
+        begin = (
+            f"the ranks save states of other moments, so nothing is saved: {what}\n"
+            if what
+            else "the ranks have only a part of optimizer/"
+        )
         assert text.startswith(begin), text
     assert found[0][-1] == "" and whole_steps(tmp_path / "saved") == [3]
 
@@ -178,17 +192,23 @@ def restarted(folder: str, store: str) -> tuple[list[int], str]:
 
     mesh = Mesh(x=2)
     process_groups.bind(mesh)
-    model = nn.ParameterDict({"weight": sharded(torch.ones(4), Layout.parse("[S(0)]", mesh.axes), mesh, torch.device("cpu"))})
+    model = nn.ParameterDict(
+        {"weight": sharded(torch.ones(4), Layout.parse("[S(0)]", mesh.axes), mesh, torch.device("cpu"))}
+    )
     if rank == 1:
         block_files.bytes_of = full
     kept[-1].save(3, model)
     return whole_steps(Path(folder)), said_by(kept[-1].wait)
 
 
-def test_a_job_saves_on_after_a_restart_in_the_same_processes_and_all_ranks_learn_that_one_cannot_write(tmp_path: Path) -> None:
+def test_a_job_saves_on_after_a_restart_in_the_same_processes_and_all_ranks_learn_that_one_cannot_write(
+    tmp_path: Path,
+) -> None:
     first, second = run_ranks(restarted, 2, str(tmp_path / "saved"), str(tmp_path / "store"))
     assert first == second and first[0] == [1, 2], (first, second)
-    assert "was not written: rank 1: OSError: [Errno 28] No space left on device\n  The one before it is whole" in first[1]
+    assert (
+        "was not written: rank 1: OSError: [Errno 28] No space left on device\n  The one before it is whole" in first[1]
+    )
 
 
 def test_a_folder_that_was_removed_is_locked_anew(tmp_path: Path) -> None:
@@ -262,7 +282,10 @@ def killed_everywhere(folder: Path) -> int:
                 seen = itertools.count(1)
 
                 def tick(event: str, args: Any, seen: Any = seen, count: int = count) -> None:
-                    if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree") and next(seen) == count:
+                    if (
+                        event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
+                        and next(seen) == count
+                    ):
                         os.kill(os.getpid(), signal.SIGKILL)
 
                 sys.addaudithook(tick)
@@ -308,7 +331,11 @@ def read_and_write(folder: str) -> tuple[int, list[str]]:
             continue
         numbers = {number for parameter in model.parameters() for number in parameter.flatten().tolist()}
         first = not count and numbers == {0.0}  # before anything is saved
-        wrong += [] if first or (len(numbers) == 1 and 0.0 not in numbers and next(iter(numbers)) % 3 == step) else [f"{step}: {numbers}"]
+        wrong += (
+            []
+            if first or (len(numbers) == 1 and 0.0 not in numbers and next(iter(numbers)) % 3 == step)
+            else [f"{step}: {numbers}"]
+        )
         count += not first
     return count, wrong
 
@@ -334,7 +361,10 @@ FORGED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda r: r.update(save="../../../../etc/passwd"), "its save is none that"),
     (lambda r: r.update(save="0" * 32), "FileNotFoundError"),
     (lambda r: r.update(files=[-1]), "its files is none that"),
-    (lambda r: r["tensors"].update({"model/weight": ["float32", [1 << 40, 1 << 40]]}), "its blocks are not those of 'model/weight'"),
+    (
+        lambda r: r["tensors"].update({"model/weight": ["float32", [1 << 40, 1 << 40]]}),
+        "its blocks are not those of 'model/weight'",
+    ),
     (lambda r: r["tensors"].update({"model/weight": ["__import__", [4, 4]]}), "its tensors is none that"),
     (lambda r: r["tensors"].update({"model/weight": ["float64", [4, 4]]}), "its blocks do not lie one after another"),
     (lambda r: r["tensors"].update({"model/more": ["float32", [1 << 40]]}), "its blocks are not those of 'model/more'"),
@@ -345,7 +375,10 @@ FORGED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda r: r["files"].__setitem__(0, r["files"][0] + 4096), "its blocks do not lie one after another"),
     (lambda r: grow(r, 1 << 40), "bytes, not "),
     (lambda r: r["optimizer"].update(plain={"weight": 3}), "its optimizer is none that"),
-    (lambda r: r["optimizer"].update(groups=[{"names": [], "settings": ["dict", [["params", 1]]], "values": []}]), "its optimizer is none"),
+    (
+        lambda r: r["optimizer"].update(groups=[{"names": [], "settings": ["dict", [["params", 1]]], "values": []}]),
+        "its optimizer is none",
+    ),
     (lambda r: r.update(tied={"a": ["b"]}), "its tied is none that"),
     (lambda r: r.update(random={"step": 1, "seed": 1 << 70}), "its random is none that"),
     (lambda r: r.update(tied={"a": "b"}), "a tensor is tied to 'b', which is none of its tensors"),
@@ -414,7 +447,9 @@ def test_what_is_refused_leaves_a_module_and_its_optimizer_as_they_were(tmp_path
         message = refused(CheckpointError, lambda: checkpoints.load(model, optimizer))
         (tmp_path / "step-000000001" / "state.json").write_bytes(whole)
         assert str(tmp_path) in message and optimizer.param_groups[0]["lr"] == 2.0 and not optimizer.state, message
-    assert "does more than to hold its fields" in refused(CheckpointError, lambda: checkpoints.save(2, model, extra=Busy.__new__(Busy)))
+    assert "does more than to hold its fields" in refused(
+        CheckpointError, lambda: checkpoints.save(2, model, extra=Busy.__new__(Busy))
+    )
     assert checkpoints.load(model, optimizer) == 1 and optimizer.param_groups[0]["lr"] == 1.0
 
 

@@ -143,7 +143,9 @@ def test_without_training_no_gradient_is_planned(target, capsys):
 
 
 def test_what_cannot_have_an_effect_is_refused(target, capsys):
-    assert "--rank 1 is of no use with --stage boxed" in refused(capsys, "show", target, "--mesh", "data=2", "--rank", "1")
+    assert "--rank 1 is of no use with --stage boxed" in refused(
+        capsys, "show", target, "--mesh", "data=2", "--rank", "1"
+    )
     message = refused(capsys, "run", f"{target}:model", "--mesh", "data=2", "--check-nans", "--executor", "code")
     assert "--executor code with --check-nans" in message
     assert "plans the forward alone" in refused(capsys, "run", target, "--mesh", "data=2", "--no-train")
@@ -168,7 +170,11 @@ def test_dump_writes_the_graph_after_every_pass(target, capsys, tmp_path):
 def test_dump_has_what_is_computed_again_halves_and_panels_where_they_run_in_the_order_of_the_list(tmp_path):
     model, args = models.gpt2(batch=8, layers=2)
     cases = [
-        (Mesh(data=2, tensor=2, cluster="h100"), {"recompute": "full", "panels": 2, "microbatches": 2, "inputs": ["S(0)@data"] * 2}, {"recompute", "microbatches"}),
+        (
+            Mesh(data=2, tensor=2, cluster="h100"),
+            {"recompute": "full", "panels": 2, "microbatches": 2, "inputs": ["S(0)@data"] * 2},
+            {"recompute", "microbatches"},
+        ),
         (Mesh(tensor=2, cluster="ethernet"), {"panels": 4, "pin": {"*up.weight": "S(0)"}}, {"panels"}),
     ]
     for at, (mesh, options, more) in enumerate(cases):
@@ -181,7 +187,10 @@ def test_dump_of_a_pipeline_has_the_loop_and_each_chunk(target, capsys, tmp_path
     asked = "--mesh", "pipe=2", "--stages", "pipe", "--microbatches", "2", "--objective", "serial"
     assert run("plan", f"{target}:model", *asked, "--dump", tmp_path / "dump") == 0
     names = [path.stem.split("_", 1)[1] for path in sorted((tmp_path / "dump").iterdir())]
-    assert names[5:] == ["loop", *(f"chunk{at}_{name}" for at in range(2) for name in ("cut", "assign", "box", "localize"))]
+    assert names[5:] == [
+        "loop",
+        *(f"chunk{at}_{name}" for at in range(2) for name in ("cut", "assign", "box", "localize")),
+    ]
     assert all((tmp_path / "dump" / f"{at:02}_{name}.txt").read_text() for at, name in enumerate(names))
 
 
@@ -240,7 +249,9 @@ def test_bad_targets_are_explained(target, capsys, tmp_path):
 def test_bad_options_are_explained(target, capsys, tmp_path):
     name, mesh = f"{target}:model", ("--mesh", "data=2")
     assert "there is no mesh" in refused(capsys, "plan", name)
-    assert "no cluster is called 'moon.json', and there is no such file\n" in refused(capsys, "plan", name, *mesh, "--cluster", "moon.json")
+    assert "no cluster is called 'moon.json', and there is no such file\n" in refused(
+        capsys, "plan", name, *mesh, "--cluster", "moon.json"
+    )
     assert "no axis can have one of the names cluster" in refused(capsys, "plan", name, "--mesh", "cluster=2")
     assert "names no layout" in refused(capsys, "plan", name, *mesh, "--pin", "up.weight")
     assert "is given as 'S(0)' and as 'B'" in refused(capsys, "plan", name, *mesh, "--pin", "x=S(0)", "--pin", "x=B")
@@ -269,7 +280,21 @@ def test_a_plan_that_is_made_takes_no_options_of_planning(target, capsys, tmp_pa
     assert run("plan", name, "--mesh", "data=2", "-o", file) == 0
     capsys.readouterr()
     assert "plan.sbpc is a plan: --mesh cannot change it" in refused(capsys, "show", file, "--mesh", "a=3")
-    others = "--pin", "x=B", "--no-train", "--memory", "1G", "--cluster", "h100", "--dump", tmp_path / "dump", "--objective", "bytes", "--microbatches", "2"
+    others = (
+        "--pin",
+        "x=B",
+        "--no-train",
+        "--memory",
+        "1G",
+        "--cluster",
+        "h100",
+        "--dump",
+        tmp_path / "dump",
+        "--objective",
+        "bytes",
+        "--microbatches",
+        "2",
+    )
     message = refused(capsys, "show", file, *others, "--dtype", "float64")
     assert "--cluster, --no-train, --memory, --pin, --objective, --microbatches, --dump, --dtype cannot" in message
     assert "--mesh cannot change it" in refused(capsys, "run", name, "--plan", file, "--mesh", "data=2")
@@ -290,13 +315,21 @@ def test_a_file_that_is_no_plan_is_refused(capsys, tmp_path):
 
 def test_wrong_arguments_end_with_2(capsys):
     for arguments in (
-        (), ("plan",), ("fly",), ("plan", "x.py:f", "--mesh", "data=2,data=2"),
-        ("plan", "x.py:f", "--microbatches", "0"), ("plan", "x.py:f", "--objective", "speed"),
+        (),
+        ("plan",),
+        ("fly",),
+        ("plan", "x.py:f", "--mesh", "data=2,data=2"),
+        ("plan", "x.py:f", "--microbatches", "0"),
+        ("plan", "x.py:f", "--objective", "speed"),
         *(("plan", "x.py:f", "--memory", memory) for memory in ("much", "nan", "-1", "inf", "")),
-        *(("run", "x.py:f", "--lr", lr) for lr in ("fast", "nan", "-0.1", "inf", "")), ("plan", "x.py:f", "-o", ""),
-        ("plan", "x.py:f", "--dump", ""), ("plan", "x.py:f", "--cluster", ""), ("show", "x.py:f", "--svg", ""),
+        *(("run", "x.py:f", "--lr", lr) for lr in ("fast", "nan", "-0.1", "inf", "")),
+        ("plan", "x.py:f", "-o", ""),
+        ("plan", "x.py:f", "--dump", ""),
+        ("plan", "x.py:f", "--cluster", ""),
+        ("show", "x.py:f", "--svg", ""),
         *(("sweep", "x.py:f", "--devices", "2", "--top", top) for top in ("0", "-1", "2.5", "all")),
-        ("profile", "--ranks", "0"), ("run", "x.py:f", "--plan", ""),
+        ("profile", "--ranks", "0"),
+        ("run", "x.py:f", "--plan", ""),
     ):
         with pytest.raises(SystemExit) as ended:
             run(*arguments)

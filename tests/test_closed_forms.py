@@ -48,14 +48,18 @@ def words(name: str, mesh: Mesh, ends: str, train: bool = True) -> dict[str, Any
     """Words by axis that the expert's plan sends; inputs and outputs in the layout `ends`."""
     x = torch.empty(16, 32, 64, requires_grad=True, device="meta")
     ends_of = {"inputs": [ends], "outputs": [ends]}
-    plan = sbpc.baseline(name, Linears(64).to("meta"), (x,), mesh, dynamic=DIMS, train=train, **ends_of, objective="serial")
+    plan = sbpc.baseline(
+        name, Linears(64).to("meta"), (x,), mesh, dynamic=DIMS, train=train, **ends_of, objective="serial"
+    )
     assert not plan.notes
     return {axis: sent / 4 for axis, sent in plan.cost.bytes_expr.items()}
 
 
 def homes(plan: sbpc.Plan) -> dict[str, Any]:
     """The layouts of parameters by the names of their placeholders."""
-    return {node.name: plan.layouts[node.name] for port, node in placeholders(plan.graph).items() if port.kind == PARAMETER}
+    return {
+        node.name: plan.layouts[node.name] for port, node in placeholders(plan.graph).items() if port.kind == PARAMETER
+    }
 
 
 def equal(found: Any, formula: Any) -> None:
@@ -100,7 +104,9 @@ def test_optimus_gathers_everything_once_more_where_no_gathered_copy_is_kept() -
     mesh = Mesh(q=2, r=2)
     x = torch.empty(16, 32, 64, requires_grad=True, device="meta")
     ends = ["[S(0), S(2)]"]
-    free = sbpc.baseline("summa", Linears(64).to("meta"), (x,), mesh, dynamic=DIMS, inputs=ends, outputs=ends, objective="serial")
+    free = sbpc.baseline(
+        "summa", Linears(64).to("meta"), (x,), mesh, dynamic=DIMS, inputs=ends, outputs=ends, objective="serial"
+    )
     wishes = placeholder_wishes(free.graph, mesh, ends, None, False)
     calls = [node for node in free.graph.graph.nodes if node.op == "call_function" and node.name in free.layouts]
     wishes |= {node.name: exactly(free.layouts[node.name], "as in the baseline") for node in calls}
@@ -160,7 +166,9 @@ def test_axonn_has_its_five_terms_per_layer_with_x_and_y_in_turn() -> None:
 
 def test_seconds_are_bytes_over_bandwidth_and_rounds_of_latency() -> None:
     x = torch.empty(16, 32, 64, requires_grad=True, device="meta")
-    cost = sbpc.baseline("megatron", Linears(64).to("meta"), (x,), Mesh(p=4, cluster="h100"), dynamic=DIMS, objective="serial").cost
+    cost = sbpc.baseline(
+        "megatron", Linears(64).to("meta"), (x,), Mesh(p=4, cluster="h100"), dynamic=DIMS, objective="serial"
+    ).cost
     bandwidth, latency = cost.symbols["bandwidth_p"], cost.symbols["latency_p"]
     sent = [term for term in cost.expr.args if term.has(bandwidth) or term.has(latency)]
     equal(sum(sent), 4 * (2 * (p - 1) * latency + 2 * (p - 1) / p * 4 * b * s * h / bandwidth))

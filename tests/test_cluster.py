@@ -55,14 +55,23 @@ BROKEN: list[tuple[Any, str]] = [
     ({"peak": 5e-324}, "cluster 'h100': peak is 5e-324\n  It is a number from 1 to 1e+30 flop/s, or infinite."),
     ({"launch": None}, "cluster 'h100': launch is None\n  It is a number from 0 to 1e+06 seconds."),
     ({"peak": True}, "cluster 'h100': peak is True\n  It is a number from 1 to 1e+30 flop/s, or infinite."),
-    ({"inter_bandwidth": -1}, "cluster 'h100': inter_bandwidth is -1\n  It is a number from 1 to 1e+30 bytes/s, or infinite."),
-    ({"inter_bandwidth": 0}, "cluster 'h100': inter_bandwidth is 0\n  It is a number from 1 to 1e+30 bytes/s, or infinite."),
+    (
+        {"inter_bandwidth": -1},
+        "cluster 'h100': inter_bandwidth is -1\n  It is a number from 1 to 1e+30 bytes/s, or infinite.",
+    ),
+    (
+        {"inter_bandwidth": 0},
+        "cluster 'h100': inter_bandwidth is 0\n  It is a number from 1 to 1e+30 bytes/s, or infinite.",
+    ),
     ({"intra_bandwidth": 1e308}, "cluster 'h100': intra_bandwidth is 1e+308\n  It is a number from 1 to 1e+30 bytes/s"),
     ({"memory": math.nan}, "cluster 'h100': memory is nan\n  It is a number from 1 to 1e+30 bytes, or infinite."),
     ({"intra_latency": -1e-6}, "cluster 'h100': intra_latency is -1e-06\n  It is a number from 0 to 1e+06 seconds."),
     ({"launch": math.inf}, "cluster 'h100': launch is inf\n  It is a number from 0 to 1e+06 seconds."),
     ({"inter_latency": 1e308}, "cluster 'h100': inter_latency is 1e+308\n  It is a number from 0 to 1e+06 seconds."),
-    ({"ranks_per_node": 1 << 31}, "cluster 'h100': ranks_per_node is 2147483648\n  It is an integer from 1 to 1,073,741,824."),
+    (
+        {"ranks_per_node": 1 << 31},
+        "cluster 'h100': ranks_per_node is 2147483648\n  It is an integer from 1 to 1,073,741,824.",
+    ),
     ({"ranks_per_node": 2.5}, "cluster 'h100': ranks_per_node is 2.5\n  It is an integer from 1 to 1,073,741,824."),
     ({"name": 3}, "cluster 3: name is 3\n  It is a text of one line."),
     ({"speed": 3}, " has unknown speed\n  It needs name, peak, memory_bandwidth, "),
@@ -147,7 +156,9 @@ def test_a_cluster_file_that_lacks_figures_names_them(tmp_path: Path) -> None:
 
 def test_an_axis_is_not_called_as_something_in_formulas() -> None:
     for name in ["", "a b", "data+tensor", "peak", "launch", "memory_bandwidth", "latency_x", "bandwidth_x", "least_x"]:
-        with pytest.raises(MeshError, match=r"an axis is called .*\n  Give it a word that formulas of costs do not use"):
+        with pytest.raises(
+            MeshError, match=r"an axis is called .*\n  Give it a word that formulas of costs do not use"
+        ):
             Mesh(**{name: 2})
 
 

@@ -53,7 +53,9 @@ def described() -> set[Any]:
     with contextlib.ExitStack() as stack:
         joint = _compat.aot_export_joint_with_descriptors(stack, Counted(), (X.clone().requires_grad_(),))
     nodes = joint.graph_module.graph
-    return {*(node.meta["desc"] for node in nodes.find_nodes(op="placeholder")), *nodes.output_node().meta["desc"]} - {None}
+    return {*(node.meta["desc"] for node in nodes.find_nodes(op="placeholder")), *nodes.output_node().meta["desc"]} - {
+        None
+    }
 
 
 def raised_on_fakes(function: Callable[[Tensor], Any]) -> type[BaseException]:
@@ -88,7 +90,11 @@ def python_dispatcher_is_on() -> bool:
 def fakes_have_shapes_and_no_values() -> bool:
     with _compat.FakeTensorMode() as mode:
         fake = mode.from_tensor(X)
-        return isinstance(fake @ fake.T, _compat.FakeTensor) and (fake @ fake.T).shape == (2, 2) and fake.device.type == "cpu"
+        return (
+            isinstance(fake @ fake.T, _compat.FakeTensor)
+            and (fake @ fake.T).shape == (2, 2)
+            and fake.device.type == "cpu"
+        )
 
 
 def mode_sees_every_op() -> bool:
@@ -99,7 +105,9 @@ def mode_sees_every_op() -> bool:
 
 HANDED_ON: dict[str, Callable[[], bool]] = {
     "BufferAOTInput": lambda: _compat.BufferAOTInput("calls") in described(),
-    "DataDependentOutputException": lambda: raised_on_fakes(lambda x: x.sum().item()) is _compat.DataDependentOutputException,
+    "DataDependentOutputException": lambda: (
+        raised_on_fakes(lambda x: x.sum().item()) is _compat.DataDependentOutputException
+    ),
     "DynamicOutputShapeException": lambda: raised_on_fakes(torch.nonzero) is _compat.DynamicOutputShapeException,
     "FakeTensor": fakes_have_shapes_and_no_values,
     "FakeTensorMode": fakes_have_shapes_and_no_values,
@@ -127,7 +135,11 @@ def test_what_is_handed_on_does_what_it_is_for(name: str) -> None:
 
 
 def test_every_name_has_a_test_that_is_called_after_it() -> None:
-    own = [name for name, value in vars(_compat).items() if name.isupper() or getattr(value, "__module__", "") == _compat.__name__]
+    own = [
+        name
+        for name, value in vars(_compat).items()
+        if name.isupper() or getattr(value, "__module__", "") == _compat.__name__
+    ]
     assert len(own) > 30 and sorted(HANDED_ON) == sorted(_compat.__all__)
     tests = [name for name in (*globals(), *vars(test_compat_processes)) if name.startswith("test_")]
     lacking = [name for name in own if not any(test.startswith(f"test_{name.lower()}_") for test in tests)]
@@ -302,9 +314,22 @@ def test_hooks_are_all_that_a_call_runs_besides_forward() -> None:
 
 
 def test_schema_of_an_op_tells_arguments_views_and_writes() -> None:
-    (first, second, alpha), (result,) = _compat.schema_of(aten.add_.Tensor).arguments, _compat.schema_of(aten.add_.Tensor).returns
-    assert (first.name, second.name, alpha.name, alpha.kwarg_only, alpha.default_value) == ("self", "other", "alpha", True, 1)
-    assert first.alias_info.is_write and second.alias_info is None and result.alias_info.before_set == first.alias_info.before_set
+    (first, second, alpha), (result,) = (
+        _compat.schema_of(aten.add_.Tensor).arguments,
+        _compat.schema_of(aten.add_.Tensor).returns,
+    )
+    assert (first.name, second.name, alpha.name, alpha.kwarg_only, alpha.default_value) == (
+        "self",
+        "other",
+        "alpha",
+        True,
+        1,
+    )
+    assert (
+        first.alias_info.is_write
+        and second.alias_info is None
+        and result.alias_info.before_set == first.alias_info.before_set
+    )
     assert not _compat.schema_of(aten.view.default).returns[0].alias_info.is_write
 
 
@@ -405,10 +430,10 @@ def test_torch_zbv_order_runs_each_part_of_each_micro_batch_once() -> None:
     order = _compat.torch_zbv_order(2, 4, [0, 1, 1, 0])
     assert sorted(order) == [0, 1]
     for rank, chunks in ((0, (0, 3)), (1, (1, 2))):
-        parts = Counter((part, chunk, batch) for kind, chunk, batch in order[rank] for part in {"B": "IW"}.get(kind, kind))
+        parts = Counter(
+            (part, chunk, batch) for kind, chunk, batch in order[rank] for part in {"B": "IW"}.get(kind, kind)
+        )
         assert parts == Counter((part, chunk, batch) for part in "FIW" for chunk in chunks for batch in range(4))
     assert order[0][0] == ("F", 0, 0)
     with pytest.raises(ValueError):
         _compat.torch_zbv_order(2, 4, [0, 1])
-
-

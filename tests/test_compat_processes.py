@@ -68,7 +68,9 @@ def test_gloo_in_turn_takes_options_that_a_later_torch_gives(tmp_path: Path) -> 
     store = dist.FileStore(str(tmp_path / "store"), 1)
     with _compat.gloo_in_turn():
         made: Any = dist.distributed_c10d.ProcessGroupGloo
-        options = made(store, 0, 1, timeout=torch.distributed.constants.default_pg_timeout, group_name="known", unheard_of=1).options
+        options = made(
+            store, 0, 1, timeout=torch.distributed.constants.default_pg_timeout, group_name="known", unheard_of=1
+        ).options
     assert (options._threads, options.group_name) == (1, "known")
 
 
@@ -107,7 +109,9 @@ def test_unregister_process_group_frees_the_name(by_name: list[Any]) -> None:
 def printed(code: str, **environment: str) -> str:
     """What a Python of its own prints, on both streams."""
     about = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    done = subprocess.run([sys.executable, "-c", code], env=about, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=about, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     assert done.returncode == 0, done.stdout
     return done.stdout
 
@@ -153,7 +157,9 @@ def test_detached_is_a_dtensor_that_shares_the_shard(mesh: Any) -> None:
 
 def test_on_dtensors_has_torch_call_the_handler(mesh: Any) -> None:
     tensor, calls = DTensor.from_local(X, mesh, [Shard(0)]), list[Any]()
-    _compat.on_dtensors(aten.erfinv.default, lambda op, args, kwargs: calls.append((op, args[0] is tensor, kwargs)) or tensor)
+    _compat.on_dtensors(
+        aten.erfinv.default, lambda op, args, kwargs: calls.append((op, args[0] is tensor, kwargs)) or tensor
+    )
     try:
         assert torch.erfinv(tensor) is tensor and calls == [(aten.erfinv.default, True, {})]
         assert torch.erfinv(X[0, :1]) == 0 and len(calls) == 1
@@ -181,7 +187,9 @@ def test_tried_is_what_the_readme_promises_of_torch() -> None:
     project, readme, make = ((ROOT / name).read_text() for name in ("pyproject.toml", "README.md", "Makefile"))
     (pinned,), (oldest,) = (re.findall(rf'"torch{mark}(2\.\d+)', project) for mark in ("==", ">="))
     newest = ".".join(map(str, _compat.TRIED))
-    assert f"torch may be any of {oldest} to {newest}" in readme and int(oldest[2:]) <= int(pinned[2:]) <= _compat.TRIED[1]
+    assert (
+        f"torch may be any of {oldest} to {newest}" in readme and int(oldest[2:]) <= int(pinned[2:]) <= _compat.TRIED[1]
+    )
     ((first, end),) = re.findall(r'requires-python = ">=3\.(\d+),<3\.(\d+)"', project)
     last = int(end) - 1
     assert f"python3 (3.{first} to 3.{last})" in readme and f"needs Python 3.{first} to 3.{last}, " in make

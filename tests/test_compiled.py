@@ -32,7 +32,9 @@ built = pytest.mark.skipif(
 PRECISE = 64  # units in the last place of the largest number
 
 
-def stars(rng: np.random.Generator, consumers: int, layouts: int, labels: int, cost: float, holes: float = 0.0) -> Problem:
+def stars(
+    rng: np.random.Generator, consumers: int, layouts: int, labels: int, cost: float, holes: float = 0.0
+) -> Problem:
     """Five variables or more, of which the third and the fourth make a value that all take, the maker too; others take parts."""
     count = max(consumers, 5)
     variables = [
@@ -132,5 +134,7 @@ def test_code_of_other_tables_is_not_run(monkeypatch):
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=0, max_size=30))
 def test_distinct_layouts_are_those_of_numpy(layouts):
-    for one, other in zip(distinct(np.array(layouts, np.intp)), np.unique(np.array(layouts, np.intp), return_inverse=True)):
+    for one, other in zip(
+        distinct(np.array(layouts, np.intp)), np.unique(np.array(layouts, np.intp), return_inverse=True)
+    ):
         assert (one == other).all()

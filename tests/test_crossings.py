@@ -97,7 +97,8 @@ def test_what_a_plan_under_a_memory_limit_keeps_of_parameters_does_not_cross(tmp
 def test_plan_in_which_no_chunk_leaves_what_another_one_waits_for_is_refused(
     schedule: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(cut, "made_of", lambda *_: set())  # now what is made before all micro-batches is to cross in each
+    # now what is made before all micro-batches is to cross in each
+    monkeypatch.setattr(cut, "made_of", lambda *_: set())
     plan = sbpc.plan(*example(Once), Mesh(pipe=2), schedule=schedule, **STAGED)
     words = "tanh, which chunk 0 is to send and leaves in no micro-batch"
     with pytest.raises(VerifyError, match=words):

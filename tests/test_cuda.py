@@ -57,7 +57,12 @@ def test_training_on_one_gpu_equals_eager(one_rank: Any, executor: str) -> None:
 
 
 def test_a_checksum_of_arguments_is_the_same_on_a_gpu() -> None:
-    for values in (torch.randn(3, 5000), torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last), torch.rand(7) < 0.5, torch.tensor(3)):
+    for values in (
+        torch.randn(3, 5000),
+        torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last),
+        torch.rand(7) < 0.5,
+        torch.tensor(3),
+    ):
         assert int(checksum(values.cuda())) == int(checksum(values))
         assert int(checksum(values.cuda().bfloat16())) == int(checksum(values.bfloat16()))
 
@@ -133,7 +138,9 @@ def check_recorder(where: torch.device) -> None:
     run = median(recorder.runs, recorder.length)
     events = recorder.events_of(run, predicted)
     recorder.clock.close()
-    assert sorted(event.kind for event in events) == sorted(["start", "all_reduce", "aten.mm", "wait", "aten.add.Tensor"])
+    assert sorted(event.kind for event in events) == sorted(
+        ["start", "all_reduce", "aten.mm", "wait", "aten.add.Tensor"]
+    )
     spans = {event.kind: event for event in events}
     assert 0 == spans["start"].start <= spans["all_reduce"].start <= spans["all_reduce"].end <= spans["wait"].end + 1e-6
     assert spans["wait"].end <= spans["aten.add.Tensor"].end == pytest.approx(recorder.length(run), rel=1e-3)

@@ -68,14 +68,21 @@ class Norm(nn.Module):
 def test_batch_norm_of_cudnn_is_planned_as_that_of_any_device() -> None:
     for training in [True, False]:
         torch.manual_seed(0)
-        x, model, twin = torch.randn(8, 3, 4, 4), Norm(torch.cudnn_batch_norm, training), Norm(torch.native_batch_norm, training)
+        x, model, twin = (
+            torch.randn(8, 3, 4, 4),
+            Norm(torch.cudnn_batch_norm, training),
+            Norm(torch.native_batch_norm, training),
+        )
         twin.load_state_dict(model.state_dict())
         plan = sbpc.plan(model, (x,), Mesh(x=2, y=2))
         assert not plan.notes and plan.cost.flops <= 0.3 * plan.cost.flops_one_device
         run = sbpc.simulate(plan, model, (x,))
         (expected,), gradients = eager(twin, (x,))
         assert relative_error(run.outputs, expected) <= 1e-10
-        assert all(relative_error(run.gradients[name], gradients[name]) <= 1e-9 for name in ("conv.weight", "norm.weight", "norm.bias"))
+        assert all(
+            relative_error(run.gradients[name], gradients[name]) <= 1e-9
+            for name in ("conv.weight", "norm.weight", "norm.bias")
+        )
         assert set(run.buffers) == ({"norm.running_mean", "norm.running_var"} if training else set())
         assert all(relative_error(found, twin.get_buffer(name)) <= 1e-10 for name, found in run.buffers.items())
 
@@ -103,4 +110,7 @@ def test_a_saved_plan_still_says_what_was_taken_apart(tmp_path) -> None:
 
 def test_an_op_with_a_part_that_has_no_rule_stays_whole_and_the_plan_is_loud() -> None:
     plan = sbpc.plan(Head(lambda y: torch.linalg.matrix_exp(y[:12])), (torch.randn(24, 8) / 10,), Mesh(x=2))
-    assert len(plan.notes) == 1 and "no rule for aten.linalg_matrix_exp.default, so every rank computes all" in plan.notes[0]
+    assert (
+        len(plan.notes) == 1
+        and "no rule for aten.linalg_matrix_exp.default, so every rank computes all" in plan.notes[0]
+    )

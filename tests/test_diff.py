@@ -105,7 +105,9 @@ def test_notebooks_show_tables(free: sbpc.Plan, pinned: sbpc.Plan) -> None:
     assert free.diff(pinned)._repr_html_().count("<table>") == 4
 
 
-def test_the_command_says_by_its_code_whether_plans_differ(free: sbpc.Plan, pinned: sbpc.Plan, tmp_path, capsys) -> None:
+def test_the_command_says_by_its_code_whether_plans_differ(
+    free: sbpc.Plan, pinned: sbpc.Plan, tmp_path, capsys
+) -> None:
     one, other = str(tmp_path / "one.sbpc"), str(tmp_path / "other.sbpc")
     free.save(one)
     pinned.save(other)
@@ -118,14 +120,18 @@ def test_the_command_says_by_its_code_whether_plans_differ(free: sbpc.Plan, pinn
 
 
 def sent_within_stages(plan: Plan) -> float:
-    tallies = ((part.program(which), times) for at, part in enumerate(plan.parts) for which, times in plan.tally(at).items())
+    tallies = (
+        (part.program(which), times) for at, part in enumerate(plan.parts) for which, times in plan.tally(at).items()
+    )
     return sum(times * sum(program.sent.values()) for program, times in tallies)
 
 
 def test_plans_with_stages_are_compared_with_each_other_and_with_others() -> None:
     net, mesh = mlp(batch=8, layers=2), Mesh(pipe=2, data=2)
     one = sbpc.plan(*net, mesh, stages="pipe", microbatches=4)
-    other = sbpc.plan(*net, mesh, stages="pipe", microbatches=2, schedule="gpipe", pin={"ups.0.weight": "S(0)@data", "downs.*": "B"})
+    other = sbpc.plan(
+        *net, mesh, stages="pipe", microbatches=2, schedule="gpipe", pin={"ups.0.weight": "S(0)@data", "downs.*": "B"}
+    )
     found = one.diff(other)
     assert not one.diff(one) and list(found.asked) == ["schedule", "microbatches", "pin"]
     assert found.asked["schedule"] == ("1f1b", "gpipe") and found.parameters.keys() <= set(one.parameters)
@@ -133,4 +139,8 @@ def test_plans_with_stages_are_compared_with_each_other_and_with_others() -> Non
     assert sent == pytest.approx(sent_within_stages(other) - sent_within_stages(one)) and sent > 0
     plain = one.diff(sbpc.plan(*net, Mesh(data=4)))
     figures = {name: (mine, its) for name, _, mine, its in plain.figures}
-    assert plain.values == {} and figures["bubble"][0] > figures["bubble"][1] == 0 and plain.asked["stages"] == ("pipe", "")
+    assert (
+        plain.values == {}
+        and figures["bubble"][0] > figures["bubble"][1] == 0
+        and plain.asked["stages"] == ("pipe", "")
+    )

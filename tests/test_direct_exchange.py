@@ -170,7 +170,9 @@ def sharded_plan() -> tuple[sbpc.Plan, torch.nn.Module, tuple[Tensor, ...]]:
     return plan, model, args
 
 
-@pytest.mark.parametrize("executors", [("code", "interpreter", "nans"), pytest.param(("inductor",), marks=pytest.mark.prove)])
+@pytest.mark.parametrize(
+    "executors", [("code", "interpreter", "nans"), pytest.param(("inductor",), marks=pytest.mark.prove)]
+)
 def test_every_executor_gives_the_numbers_of_simulate(executors: tuple[str, ...]) -> None:
     plan, model, args = sharded_plan()
     _, expected = sbpc.simulate(plan, model, args)
@@ -217,10 +219,13 @@ FAULTS = {
 }
 
 
-LONG = ("raises", "raises, then tears down")  # between these lies the hardest one: torch ends what is under way by itself
+# between these lies the hardest one: torch ends what is under way by itself
+LONG = ("raises", "raises, then tears down")
 
 
-@pytest.mark.parametrize("what", [pytest.param(what, marks=pytest.mark.prove if what in LONG else ()) for what in FAULTS])
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=pytest.mark.prove if what in LONG else ()) for what in FAULTS]
+)
 def test_a_rank_that_fails_between_start_and_wait_ends_all_with_its_own_error(
     what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

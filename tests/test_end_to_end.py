@@ -52,7 +52,9 @@ def check_bytes(plan: Plan, model: torch.nn.Module, args: Any) -> None:
 
 # every model and every mesh; the long proofs have all pairs
 QUICK = {"mlp": "2x2x2", "gpt2": "3", "gpt2 tied": "2x2", "vgg": "2x3", "resnet": "2", "batch_norm": "4"}
-EVERY = [pytest.param(net, mesh, marks=() if mesh == QUICK[net] else pytest.mark.prove) for net in NETS for mesh in MESHES]
+EVERY = [
+    pytest.param(net, mesh, marks=() if mesh == QUICK[net] else pytest.mark.prove) for net in NETS for mesh in MESHES
+]
 
 
 @pytest.mark.parametrize(("net", "mesh"), EVERY)
@@ -76,7 +78,9 @@ def test_plan_equals_one_device(net: str, mesh: str) -> None:
 @pytest.mark.prove
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("net", NETS)
-def test_fifty_random_plans_equal_one_device(net: str, mesh: str, record_property: Callable[[str, object], None]) -> None:
+def test_fifty_random_plans_equal_one_device(
+    net: str, mesh: str, record_property: Callable[[str, object], None]
+) -> None:
     plan, model, args = planned(net, mesh)
     outputs, gradients = eager(model, args)
     plans, worst = [], 0.0
@@ -87,5 +91,7 @@ def test_fifty_random_plans_equal_one_device(net: str, mesh: str, record_propert
         plans.append(drawn)
     split, never = share_split(plans), dict(never_drawn(plans))
     record_property("error", worst)
-    record_property("figure", f"{net:10} {mesh:6} error {worst:.1e}, {split:.0%} of values not B, never drawn: {never or 'none'}")
+    record_property(
+        "figure", f"{net:10} {mesh:6} error {worst:.1e}, {split:.0%} of values not B, never drawn: {never or 'none'}"
+    )
     assert worst <= TOLERANCE

@@ -55,13 +55,21 @@ def test_pictures_of_plans_are_small_and_hold_their_figures():
     module = runpy.run_path(str(EXAMPLES / "08_pictures.py"))
     plan = sbpc.plan(*mlp(batch=8, layers=2), sbpc.Mesh(data=2, tensor=2, cluster="h100"))
     stages = sbpc.plan(*mlp(batch=8, layers=2), sbpc.Mesh(pipe=2, data=2), stages="pipe", microbatches=4)
-    drawn = {"map": module["map_picture"](plan), "timeline": module["timeline_picture"](plan), "schedule": module["schedule_picture"](stages)}
+    drawn = {
+        "map": module["map_picture"](plan),
+        "timeline": module["timeline_picture"](plan),
+        "schedule": module["schedule_picture"](stages),
+    }
     for name, svg in drawn.items():
         seconds = quantity((stages if name == "schedule" else plan).cost.seconds, "s")
         assert ElementTree.fromstring(svg).tag.endswith("svg") and seconds in svg
         committed = (EXAMPLES / f"{name}.svg").read_text()
         assert ElementTree.fromstring(committed).tag.endswith("svg") and len(committed) < 150_000
-    assert all(name.rpartition(".")[2] in drawn["map"] for name in plan.parameters) and drawn["schedule"].count(">3</text>") == 5  # the last backward of the second stage sends first
+    # the last backward of the second stage sends first
+    assert (
+        all(name.rpartition(".")[2] in drawn["map"] for name in plan.parameters)
+        and drawn["schedule"].count(">3</text>") == 5
+    )
 
 
 def test_options_of_a_plan_change_it(capsys):
@@ -87,7 +95,10 @@ def test_a_pipeline_prints_its_plan_and_draws_its_schedule(capsys, monkeypatch, 
     monkeypatch.setattr(sys, "argv", ["07_pipeline.py"])
     runpy.run_path(str(EXAMPLES / "07_pipeline.py"), run_name="__main__")
     out = capsys.readouterr().out
-    assert out.startswith("Net on Mesh(pipe=2, data=2): 4 ranks, 2 stages along 'pipe', 1f1b, 8 micro-batches\n") and "\n    1      1  " in out
+    assert (
+        out.startswith("Net on Mesh(pipe=2, data=2): 4 ranks, 2 stages along 'pipe', 1f1b, 8 micro-batches\n")
+        and "\n    1      1  " in out
+    )
     assert (tmp_path / "pipeline.html").read_text().count("of micro-batch 7 in chunk") == 5
 
 
@@ -162,8 +173,14 @@ def test_links_of_the_readme_lead_somewhere():
 
 
 def test_the_matrix_of_the_readme_is_divided_as_states_are_defined():
-    head, *lines = next(text for _, text in BLOCKS if text.startswith("X ")).replace("rank 0", " " * 6).replace("rank 1", " " * 6).splitlines()
-    starts = [max(match.start() - 1, 0) for match in re.finditer(r"\S+", head)]  # of the columns, two digits wide at most
+    head, *lines = (
+        next(text for _, text in BLOCKS if text.startswith("X "))
+        .replace("rank 0", " " * 6)
+        .replace("rank 1", " " * 6)
+        .splitlines()
+    )
+    # of the columns, two digits wide at most
+    starts = [max(match.start() - 1, 0) for match in re.finditer(r"\S+", head)]
     matrix, *columns = (
         [[[int(number) for number in line[start:end].split()] for line in part] for part in (lines[:4], lines[5:])]
         for start, end in zip(starts, [*starts[1:], None])

@@ -19,11 +19,20 @@ from tests.processes import run_ranks
 aten = torch.ops.aten
 X, ONES = torch.arange(12.0).reshape(3, 4), torch.ones(4)
 CASES: dict[Any, tuple[Any, ...]] = {
-    aten.add.Tensor: (X, X), aten.addmm.default: (ONES[:3], X, X.T), aten.bmm.default: (X[None], X.T[None]),
-    aten.cat.default: ([X, X], 1), aten.clone.default: (X,), aten.div.Tensor: (X, ONES),
-    aten.embedding.default: (X, torch.tensor([2, 0]), 1), aten.mm.default: (X, X.T), aten.mul.Tensor: (X, X),
-    aten.native_layer_norm.default: (X, [4], ONES, ONES, 1e-5), aten.permute.default: (X, [1, 0]),
-    aten.reshape.default: (X.T, [2, 6]), aten.sub.Tensor: (X, ONES), aten.sum.dim_IntList: (X, [0], True),
+    aten.add.Tensor: (X, X),
+    aten.addmm.default: (ONES[:3], X, X.T),
+    aten.bmm.default: (X[None], X.T[None]),
+    aten.cat.default: ([X, X], 1),
+    aten.clone.default: (X,),
+    aten.div.Tensor: (X, ONES),
+    aten.embedding.default: (X, torch.tensor([2, 0]), 1),
+    aten.mm.default: (X, X.T),
+    aten.mul.Tensor: (X, X),
+    aten.native_layer_norm.default: (X, [4], ONES, ONES, 1e-5),
+    aten.permute.default: (X, [1, 0]),
+    aten.reshape.default: (X.T, [2, 6]),
+    aten.sub.Tensor: (X, ONES),
+    aten.sum.dim_IntList: (X, [0], True),
 }
 
 

@@ -61,7 +61,9 @@ def refused(call: Any) -> str:
 
 def test_megatron_splits_columns_then_rows_and_leaves_norms_whole() -> None:
     plan = sbpc.baseline("megatron", *block(), Mesh(data=2, tensor=2, cluster="a100"), objective="serial")
-    assert_expected_inline(homes(plan), """\
+    assert_expected_inline(
+        homes(plan),
+        """\
 norm1.weight        [B, B]
 norm1.bias          [B, B]
 norm2.weight        [B, B]
@@ -72,12 +74,15 @@ value.weight        [B, S(0)]
 proj.weight         [B, S(1)]
 up.weight           [B, S(0)]
 down.weight         [B, S(1)]
-""")
+""",
+    )
 
 
 def test_summa_stores_every_weight_once_over_both_axes() -> None:
     plan = sbpc.baseline("summa", *block(), Mesh(i=2, j=2), pin={"norm*": "[B, B]"}, objective="serial")
-    assert_expected_inline(homes(plan), """\
+    assert_expected_inline(
+        homes(plan),
+        """\
 norm1.weight        [B, B]
 norm1.bias          [B, B]
 norm2.weight        [B, B]
@@ -88,12 +93,15 @@ value.weight        [S(1), S(0)]
 proj.weight         [S(1), S(0)]
 up.weight           [S(1), S(0)]
 down.weight         [S(1), S(0)]
-""")
+""",
+    )
 
 
 def test_agarwal_swaps_the_roles_of_x_and_y_from_layer_to_layer() -> None:
     plan = sbpc.baseline("agarwal", *block(), Mesh(z=2, y=2, x=2), pin={"norm*": "[B, B, B]"}, objective="serial")
-    assert_expected_inline(homes(plan), """\
+    assert_expected_inline(
+        homes(plan),
+        """\
 norm1.weight        [B, B, B]
 norm1.bias          [B, B, B]
 norm2.weight        [B, B, B]
@@ -104,12 +112,15 @@ value.weight        [S(1), S(0), S(1)] S(1)@x>z
 proj.weight         [S(1), S(1), S(0)] S(1)@y>z
 up.weight           [S(1), S(0), S(1)] S(1)@x>z
 down.weight         [S(1), S(1), S(0)] S(1)@y>z
-""")
+""",
+    )
 
 
 def test_one_weird_trick_splits_the_batch_of_convolutions_and_the_weights_of_linear_layers() -> None:
     plan = sbpc.baseline("one weird trick", *models.vgg(), Mesh(x=4), objective="serial")
-    assert_expected_inline(homes(plan), """\
+    assert_expected_inline(
+        homes(plan),
+        """\
 features.0.weight   [B]
 features.0.bias     [B]
 features.3.weight   [B]
@@ -118,7 +129,8 @@ classifier.0.weight [S(0)]
 classifier.0.bias   [S(0)]
 classifier.2.weight [S(1)]
 classifier.2.bias   [B]
-""")
+""",
+    )
     convolutions = [node.name for node in plan.graph.graph.nodes if "convolution" in str(node.target)]
     assert [str(plan.layout(name)) for name in convolutions[:2]] == ["[S(0)]", "[S(0)]"]
 
@@ -154,24 +166,42 @@ def test_baselines_compute_what_one_device_computes(name: str) -> None:
 
 def test_what_does_not_fit_is_refused_with_the_reason() -> None:
     args = block()
-    assert_expected_inline(refused(lambda: sbpc.baseline("megatorn", *args, Mesh(x=2), objective="serial")), """\
+    assert_expected_inline(
+        refused(lambda: sbpc.baseline("megatorn", *args, Mesh(x=2), objective="serial")),
+        """\
 no baseline is called 'megatorn'
-  There are 'data', 'fsdp', 'megatron', 'megatron+sp', 'summa', 'agarwal', 'one weird trick'.""")
-    assert_expected_inline(refused(lambda: sbpc.baseline("agarwal", *args, Mesh(x=2), objective="serial")), """\
+  There are 'data', 'fsdp', 'megatron', 'megatron+sp', 'summa', 'agarwal', 'one weird trick'.""",
+    )
+    assert_expected_inline(
+        refused(lambda: sbpc.baseline("agarwal", *args, Mesh(x=2), objective="serial")),
+        """\
 the baseline 'agarwal' does not fit Mesh(x=2): it needs 3 axes, for z, y and x
-  Give a mesh of 3 axes or more.""")
-    assert_expected_inline(refused(lambda: sbpc.baseline("data", *args, Mesh(x=16), objective="serial")), """\
+  Give a mesh of 3 axes or more.""",
+    )
+    assert_expected_inline(
+        refused(lambda: sbpc.baseline("data", *args, Mesh(x=16), objective="serial")),
+        """\
 the baseline 'data' does not fit Mesh(x=16): a batch of 8 for 16 ranks
-  Give a larger batch, or fewer ranks on these axes.""")
-    assert_expected_inline(refused(lambda: sbpc.baseline("one weird trick", *args, Mesh(x=2), objective="serial")), """\
+  Give a larger batch, or fewer ranks on these axes.""",
+    )
+    assert_expected_inline(
+        refused(lambda: sbpc.baseline("one weird trick", *args, Mesh(x=2), objective="serial")),
+        """\
 the baseline 'one weird trick' does not fit Mesh(x=2): the model has no convolutions
-  Take 'megatron' for linear layers alone.""")
-    assert_expected_inline(refused(lambda: sbpc.baseline("megatron", *models.resnet(), Mesh(x=2), objective="serial")), """\
+  Take 'megatron' for linear layers alone.""",
+    )
+    assert_expected_inline(
+        refused(lambda: sbpc.baseline("megatron", *models.resnet(), Mesh(x=2), objective="serial")),
+        """\
 the baseline 'megatron' does not fit Mesh(x=2): no linear layer's features reach another one that sums them
-  The model has no column-row pair.""")
-    assert_expected_inline(refused(lambda: sbpc.baseline("megatron+sp", *models.mlp(), Mesh(x=2), objective="serial")), """\
+  The model has no column-row pair.""",
+    )
+    assert_expected_inline(
+        refused(lambda: sbpc.baseline("megatron+sp", *models.mlp(), Mesh(x=2), objective="serial")),
+        """\
 the baseline 'megatron+sp' does not fit Mesh(x=2): no linear layer has a sequence
-  Take 'megatron'.""")
+  Take 'megatron'.""",
+    )
 
 
 NETS: dict[str, Any] = {

@@ -15,7 +15,8 @@ from sbpc.plans.options import OBJECTIVES
 from tests.models import gpt2, mlp
 
 NAME = "ups.0.weight"
-SERIAL = "serial" if "serial" in OBJECTIVES else "seconds"  # one thing after the other, which is what the problem adds up
+# one thing after the other, which is what the problem adds up
+SERIAL = "serial" if "serial" in OBJECTIVES else "seconds"
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,9 @@ def layers() -> sbpc.Plan:
 
 
 def test_the_text_of_an_explanation(small: sbpc.Plan) -> None:
-    assert str(small.explain(NAME)) == """\
+    assert (
+        str(small.explain(NAME))
+        == """\
 ups.0.weight is laid out [S(0)]
 it saves 288 ps a step against [B], the best of the other layouts
 
@@ -68,6 +71,7 @@ what                     where               boxing           bytes      time
 decided   no pin and no limit has to do with it
 how       solved again with each layout pinned and all else free: exact
 """
+    )
 
 
 def test_alternatives_are_what_pinning_gives(small: sbpc.Plan, layers: sbpc.Plan) -> None:
@@ -88,7 +92,9 @@ def test_alternatives_are_what_pinning_gives(small: sbpc.Plan, layers: sbpc.Plan
 def test_an_alternative_is_a_whole_plan_that_its_parts_add_up_to(layers: sbpc.Plan) -> None:
     for each in layers.explain("blocks.0.up.weight").alternatives[:3]:
         each.plan.verify()
-        assert each.plan.layout("blocks.0.up.weight") == each.layout and layers.layout("blocks.0.up.weight") != each.layout
+        assert (
+            each.plan.layout("blocks.0.up.weight") == each.layout and layers.layout("blocks.0.up.weight") != each.layout
+        )
         assert each.seconds == pytest.approx(each.plan.cost.seconds) and each.cost.memory == each.plan.cost.memory
         parts = sum(m.seconds for m in each.appear) - sum(m.seconds for m in each.gone) + sum(each.computing.values())
         assert each.difference == pytest.approx(parts, abs=1e-12) and each.at_least <= each.difference + 1e-12
@@ -153,11 +159,15 @@ def test_notebooks_show_a_table(small: sbpc.Plan) -> None:
 
 def test_the_command_prints_the_text_and_json(small: sbpc.Plan, tmp_path, capsys) -> None:
     small.save(tmp_path / "plan.sbpc")
-    assert main(["explain", str(tmp_path / "plan.sbpc"), NAME]) == 0 and capsys.readouterr().out == str(small.explain(NAME))
+    assert main(["explain", str(tmp_path / "plan.sbpc"), NAME]) == 0 and capsys.readouterr().out == str(
+        small.explain(NAME)
+    )
     assert main(["explain", str(tmp_path / "plan.sbpc"), NAME, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     rows = small.explain(NAME).alternatives
-    assert [(each["layout"], each["seconds"]) for each in found["alternatives"]] == [(str(row.layout), row.seconds) for row in rows]
+    assert [(each["layout"], each["seconds"]) for each in found["alternatives"]] == [
+        (str(row.layout), row.seconds) for row in rows
+    ]
 
 
 def test_a_plan_with_stages_explains_layouts_within_a_stage() -> None:
@@ -167,9 +177,14 @@ def test_a_plan_with_stages_explains_layouts_within_a_stage() -> None:
     explained = plan.explain(NAME)
     assert explained.layout == plan.layout(NAME) and explained.alternatives[0].difference > 0
     assert "pin 'downs.*': 'B' names others; without the pin " in explained.decided[0]
-    assert str(explained).endswith("on the mesh of one stage, for one of 2 micro-batches, which passes through all stages\n")
+    assert str(explained).endswith(
+        "on the mesh of one stage, for one of 2 micro-batches, which passes through all stages\n"
+    )
     best = explained.alternatives[0]
     parts = sum(m.seconds for m in best.appear) - sum(m.seconds for m in best.gone) + sum(best.computing.values())
     assert best.difference == pytest.approx(parts, abs=1e-12)
     pinned = sbpc.plan(*net, mesh, **{**asked, "pin": {**asked["pin"], NAME: str(best.layout)}})
-    assert pinned.explain(NAME).seconds == pytest.approx(best.seconds, rel=1e-6) and pinned.cost.seconds > plan.cost.seconds
+    assert (
+        pinned.explain(NAME).seconds == pytest.approx(best.seconds, rel=1e-6)
+        and pinned.cost.seconds > plan.cost.seconds
+    )

@@ -56,8 +56,13 @@ def largest_error_bare(found: Programs, module: nn.Module, model: nn.Module, arg
     return max(relative_error(one, other) for one, other in pairs if one is not None)
 
 
-@pytest.mark.parametrize(("net", "mesh", "options"), [("gpt2", Mesh(x=2, y=2), {"layers": 1}), ("vgg", Mesh(x=3), {}), ("dict_output", Mesh(x=2), {})])
-def test_programs_of_a_file_equal_one_device_without_the_source(tmp_path: Path, net: str, mesh: Mesh, options: Any) -> None:
+@pytest.mark.parametrize(
+    ("net", "mesh", "options"),
+    [("gpt2", Mesh(x=2, y=2), {"layers": 1}), ("vgg", Mesh(x=3), {}), ("dict_output", Mesh(x=2), {})],
+)
+def test_programs_of_a_file_equal_one_device_without_the_source(
+    tmp_path: Path, net: str, mesh: Mesh, options: Any
+) -> None:
     torch.set_default_dtype(torch.float64)
     path = tmp_path / "model.sbpc"
     model, args, train, _ = exported(path, net, mesh, **options)
@@ -238,12 +243,22 @@ def test_indices_that_the_forward_has_not_pooled_are_refused_in_the_backward(tmp
     index = next(node for node in forward if node["val"] and node["val"][0] == "int64" and node["target"] == "getitem")
     assert {"node": index["name"]} in forward[-1]["args"]
     sbpc.load_programs(path)
-    other = {**index, "name": "indices", "target": "aten.zeros.default", "args": [index["val"][1]], "kwargs": {"dict": {"dtype": {"torch": "int64"}}}}
+    other = {
+        **index,
+        "name": "indices",
+        "target": "aten.zeros.default",
+        "args": [index["val"][1]],
+        "kwargs": {"dict": {"dtype": {"torch": "int64"}}},
+    }
     other.pop("part", None)
-    forward[-1]["args"] = [{"node": "indices"} if arg == {"node": index["name"]} else arg for arg in forward[-1]["args"]]
+    forward[-1]["args"] = [
+        {"node": "indices"} if arg == {"node": index["name"]} else arg for arg in forward[-1]["args"]
+    ]
     forward[forward.index(index)] = other
     text = json.dumps(body)
-    path.write_text(json.dumps(json.loads(head) | {"sha256": hashlib.sha256(text.encode()).hexdigest()}) + "\n" + text + "\n")
+    path.write_text(
+        json.dumps(json.loads(head) | {"sha256": hashlib.sha256(text.encode()).hexdigest()}) + "\n" + text + "\n"
+    )
     assert "its indices are not those of a pooling" in refused(PlanError, lambda: sbpc.load_programs(path))
 
 
@@ -278,7 +293,10 @@ def test_the_command_line_exports_trains_goes_on_and_infers_from_files_alone(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.inputs.safetensors", "m.safetensors", "m.sbpc"]
     saved = ["--checkpoint", str(folder), "--every", "2", "--steps"]
     assert main(["run", str(file), "--json", *saved, "3"]) == 0
-    found = [json.loads(printed) for printed in (capfd.readouterr().out, run_ranks(command, 2, "run", str(file), "--json", *saved, "5")[0])]
+    found = [
+        json.loads(printed)
+        for printed in (capfd.readouterr().out, run_ranks(command, 2, "run", str(file), "--json", *saved, "5")[0])
+    ]
     assert [run["start"] for run in found] == [0, 3]
     assert found[0]["losses"] + found[1]["losses"] == pytest.approx(losses, rel=1e-5)
     save_tensors(weights_in(folder).state_dict(), tmp_path / "trained.safetensors")

@@ -36,7 +36,8 @@ def losses_of(script: str, checkpoint: str) -> dict[int, str]:
 def test_a_killed_rank_starts_again_from_the_last_checkpoint_and_ends_with_the_same_loss(tmp_path: Path) -> None:
     sizes, script = "SEQUENCE, WIDTH, HEADS, LAYERS = 8, 32, 64, 4, ", tmp_path / "gpt.py"
     assert f"{sizes}2\n" in GPT.read_text()
-    script.write_text(GPT.read_text().replace(f"{sizes}2\n", f"{sizes}1\n"))  # every start of a rank plans: one layer is enough
+    # every start of a rank plans: one layer is enough
+    script.write_text(GPT.read_text().replace(f"{sizes}2\n", f"{sizes}1\n"))
     whole = run_ranks(losses_of, 2, str(script), str(tmp_path / "whole"))[0]
     assert sorted(whole) == list(range(1, 13))
     killed = run_job(tmp_path / "killed", 12, 4, kill=9, script=script)
@@ -58,7 +59,9 @@ def test_a_rank_that_is_stuck_ends_a_job_under_torchrun_within_its_timeout(tmp_p
     (tmp_path / "waits.py").write_text(WAITS)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "sbpc", "run"]
     command += [f"{tmp_path}/waits.py:model", "--mesh", "x=2", "--timeout", "5"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode
     assert "sbpc: rank 0: waited for another rank as long as --timeout" in done.stderr, done.stderr
     assert not processes(str(tmp_path))
@@ -99,7 +102,9 @@ def test_plans_that_run_otherwise_are_told_apart() -> None:
     staged = same(mesh, **STAGED)
     assert staged == same(mesh, **STAGED)
     for other in ({"stages": "y"}, {"schedule": "gpipe"}, {"microbatches": 4}, {"objective": "serial"}):
-        assert "rank 1 has another " in refused(PlanError, lambda other=other: compare([staged, same(mesh, **STAGED | other)]))
+        assert "rank 1 has another " in refused(
+            PlanError, lambda other=other: compare([staged, same(mesh, **STAGED | other)])
+        )
     for options in ({}, STAGED):
         plans = [same(Mesh(x=2, y=2, cluster=cluster), **options) for cluster in ("ideal", "h100")]
         assert plans[0]["model"] == plans[1]["model"] and plans[0]["cluster"] != plans[1]["cluster"]
@@ -130,7 +135,9 @@ def test_nodes_hold_neighbouring_ranks_and_whole_inner_axes() -> None:
     message = refused(MeshError, lambda: check_nodes(Mesh(data=2, tensor=2), list("abab")))
     assert message.startswith("the ranks of node a are not neighbours: [0, 2]\n")
     message = refused(MeshError, lambda: check_nodes(Mesh(data=2, tensor=3), list("aabbcc")))
-    assert message.startswith("axis 'tensor' of Mesh(data=2, tensor=3) is cut by the nodes: its groups span 3 ranks, a node has 2\n")
+    assert message.startswith(
+        "axis 'tensor' of Mesh(data=2, tensor=3) is cut by the nodes: its groups span 3 ranks, a node has 2\n"
+    )
     assert "[2, 1]" in refused(MeshError, lambda: check_nodes(Mesh(x=3), list("aab")))
 
 

@@ -162,7 +162,8 @@ def test_certify_tightens_the_bound_and_leaves_the_plan_alone():
     before, layouts = plan.cost.lower_bound, dict(plan.layouts)
     gap = plan.certify(seconds=5)
     assert before <= plan.cost.lower_bound <= plan.cost.seconds and gap == plan.cost.gap
-    assert plan.check_bound().bound == pytest.approx(plan.cost.lower_bound, rel=1e-9)  # from the multipliers that are kept
+    # from the multipliers that are kept
+    assert plan.check_bound().bound == pytest.approx(plan.cost.lower_bound, rel=1e-9)
     assert plan.layouts == layouts
 
 
@@ -179,7 +180,11 @@ def test_of_few_labels_each_variable_may_have_one_of_its_own():
     for seed in range(4):
         problem, classes, finer = chain(8, 6, 5, seed, True)
         found, alike, best = solve(problem, classes=classes, finer=finer), tied(problem, classes, finer), solve(problem)
-        assert best.exact and best.seconds * (1 - 1e-9) <= found.seconds <= alike.seconds and found.gap <= solver.BOUND_GAP[False]
+        assert (
+            best.exact
+            and best.seconds * (1 - 1e-9) <= found.seconds <= alike.seconds
+            and found.gap <= solver.BOUND_GAP[False]
+        )
 
 
 def test_a_certificate_is_as_good_as_the_bound_of_a_plan_and_checked():
@@ -244,7 +249,9 @@ def test_a_proof_can_be_checked_where_nothing_costs_anything_and_where_all_is_ti
     )
     found = solve(free, classes=classes, finer=finer)
     assert found.seconds == found.lower_bound == checked_bound(free, found.proof) == 0.0
-    pairs = [Value(2 * at, np.array([0, 1]), [(2 * at + 1, np.array([1, 0]))], 1 - np.eye(2), (0, 0)) for at in range(4)]
+    pairs = [
+        Value(2 * at, np.array([0, 1]), [(2 * at + 1, np.array([1, 0]))], 1 - np.eye(2), (0, 0)) for at in range(4)
+    ]
     variables = [Variable(f"v{at}", np.array([1.0, 3.0]), np.arange(2)[:, None]) for at in range(8)]
     for finer in ([0, 1] * 4, [0, 1, *[2, 3] * 2, 4, 5]):
         found = solve(Problem(variables, pairs), classes=[0, 1] * 4, finer=finer)

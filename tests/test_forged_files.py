@@ -35,8 +35,15 @@ from tests.processes import run_ranks
 from tests.test_plan import refused
 
 FILES = (
-    "mlp-plan.sbpc", "gpt2-plan.sbpc", "mlp-staged.sbpc", "vgg-exported.sbpc", "mlp-exported.sbpc", "h100-cluster.json", "op-rules.txt",
-    "two-weights.safetensors", "tied-checkpoint",
+    "mlp-plan.sbpc",
+    "gpt2-plan.sbpc",
+    "mlp-staged.sbpc",
+    "vgg-exported.sbpc",
+    "mlp-exported.sbpc",
+    "h100-cluster.json",
+    "op-rules.txt",
+    "two-weights.safetensors",
+    "tied-checkpoint",
 )
 
 
@@ -54,11 +61,16 @@ def written(path: Path) -> Path:
     if kind == "cluster":
         Mesh(x=2, cluster=name).cluster.save(path)
     elif kind == "checkpoint":
-        assert run_ranks(keep, 2, str(path), sbpc.plan(*model_of(name), Mesh(x=2), pin={"table.weight": "S(0)@x"})) == [None, None]
+        assert run_ranks(keep, 2, str(path), sbpc.plan(*model_of(name), Mesh(x=2), pin={"table.weight": "S(0)@x"})) == [
+            None,
+            None,
+        ]
     elif kind == "weights":
         save_tensors({"one": torch.ones(2, 3), "two": torch.zeros(4, dtype=torch.int64)}, path)
     elif kind == "rules":
-        path.write_text("forged::op  b d, d -> b d ; lin(0) ; when(not flag and d > 1)  # seen\nforged::other  *a -> *a\n")
+        path.write_text(
+            "forged::op  b d, d -> b d ; lin(0) ; when(not flag and d > 1)  # seen\nforged::other  *a -> *a\n"
+        )
     else:
         model, args = model_of(name)
         pipe: dict[str, Any] = {"stages": "pipe", "microbatches": 4} if kind == "staged" else {}
@@ -145,7 +157,9 @@ class Chain(nn.Module):
 
 def call(body: dict[str, Any], target: str) -> dict[str, Any]:
     """The first call of an op."""
-    found: dict[str, Any] = next(node for node in body["chunks"][0]["graph"] if node["target"].startswith(f"aten.{target}"))
+    found: dict[str, Any] = next(
+        node for node in body["chunks"][0]["graph"] if node["target"].startswith(f"aten.{target}")
+    )
     return found
 
 
@@ -153,7 +167,13 @@ def filled(body: dict[str, Any]) -> None:
     """The indices of the pooling's backward are far outside."""
     back = call(body, "max_pool2d_with_indices_backward")
     shape = [*back["val"][1][:2], 4, 4]
-    full = {**back, "name": "full", "target": "aten.full.default", "args": [shape, 10**12], "val": ["int64", shape, [1, 1, 1, 1]]}
+    full = {
+        **back,
+        "name": "full",
+        "target": "aten.full.default",
+        "args": [shape, 10**12],
+        "val": ["int64", shape, [1, 1, 1, 1]],
+    }
     full["kwargs"] = {"dict": {"dtype": {"torch": "int64"}}}
     back["args"][-1] = {"node": "full"}
     body["chunks"][0]["graph"].insert(body["chunks"][0]["graph"].index(back), full)
@@ -198,16 +218,30 @@ def test_a_file_makes_no_object_whose_class_does_more_than_to_hold_its_fields(tm
     model, args = model_of("mlp")
     sbpc.plan(model, args, Mesh(x=2)).save(tmp_path / "plan")
     body = plan_bytes.read(tmp_path / "plan")
-    body["ports"]["results"] = body["chunks"][0]["ports"]["results"] = ["dataclass", f"{__name__}:Busy", [["loss", ["tensor", 0]]]]
+    body["ports"]["results"] = body["chunks"][0]["ports"]["results"] = [
+        "dataclass",
+        f"{__name__}:Busy",
+        [["loss", ["tensor", 0]]],
+    ]
     (tmp_path / "bad").write_bytes(sealed(body))
     assert "does more than to hold its fields" in refused(PlanError, lambda: sbpc.load(tmp_path / "bad"))
 
 
 def test_json_is_read_as_sbpc_writes_it() -> None:
-    for text in ("[" * 101 + "]" * 101, "[" * 10**6, "[1" + "0" * 5000 + "]", f"[{1 << 63}]", '["\\u001b"]', '{"\\u202e": 1}', "{"):
+    for text in (
+        "[" * 101 + "]" * 101,
+        "[" * 10**6,
+        "[1" + "0" * 5000 + "]",
+        f"[{1 << 63}]",
+        '["\\u001b"]',
+        '{"\\u202e": 1}',
+        "{",
+    ):
         with pytest.raises(ValueError):
             read_json(text)
-    assert read_json('[{"a": ["line\\nend", 1.5, true, null, -9223372036854775808]}]') == [{"a": ["line\nend", 1.5, True, None, -(1 << 63)]}]
+    assert read_json('[{"a": ["line\\nend", 1.5, true, null, -9223372036854775808]}]') == [
+        {"a": ["line\nend", 1.5, True, None, -(1 << 63)]}
+    ]
 
 
 def test_files_of_clusters_and_rules_hold_no_controls(tmp_path: Path) -> None:
@@ -224,7 +258,9 @@ def test_files_of_clusters_and_rules_hold_no_controls(tmp_path: Path) -> None:
 def test_a_plan_with_an_op_that_no_file_may_call_is_not_written(tmp_path: Path) -> None:
     plan = sbpc.plan(nn.EmbeddingBag(10, 4), (torch.zeros(4, 3, dtype=torch.int64),), Mesh(x=2), train=False)
     message = refused(PlanError, lambda: plan.save(tmp_path / "plan"))
-    assert message.startswith("a file may not call aten._embedding_bag") and "Give the op a rule by sbpc.rule" in message
+    assert (
+        message.startswith("a file may not call aten._embedding_bag") and "Give the op a rule by sbpc.rule" in message
+    )
 
 
 def test_a_file_that_lacks_the_layout_of_an_output_is_refused(tmp_path: Path) -> None:

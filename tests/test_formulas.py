@@ -46,7 +46,9 @@ PAIR = {"x": ("b", "s", "h"), "up.weight": ("4*h", "h"), "down.weight": ("h", "4
 
 def pair(dynamic: Any = None, mesh: Mesh | None = None, **options: Any) -> sbpc.Plan:
     """The plan of two layers on [6, 10, 8]."""
-    return sbpc.plan(Pair(), (torch.randn(6, 10, 8),), mesh or Mesh(t=2), dynamic=dynamic, **options, objective="serial")
+    return sbpc.plan(
+        Pair(), (torch.randn(6, 10, 8),), mesh or Mesh(t=2), dynamic=dynamic, **options, objective="serial"
+    )
 
 
 SIZES = [
@@ -55,7 +57,11 @@ SIZES = [
 ]
 
 
-PAIRS = [pytest.param(mesh, sizes, marks=pytest.mark.prove if (mesh == H100) != (sizes is SIZES[0]) else ()) for mesh in (H100, Mesh(x=2, y=2)) for sizes in SIZES]
+PAIRS = [
+    pytest.param(mesh, sizes, marks=pytest.mark.prove if (mesh == H100) != (sizes is SIZES[0]) else ())
+    for mesh in (H100, Mesh(x=2, y=2))
+    for sizes in SIZES
+]
 
 
 @pytest.mark.parametrize(("mesh", "sizes"), PAIRS, ids=str)
@@ -91,7 +97,10 @@ def test_memory_as_a_formula_is_right_on_more_ranks() -> None:
 
 def test_dims_that_are_not_named_are_what_they_meet() -> None:
     model, args = models.gpt2(batch=4, seq=14, vocab=44, width=16, heads=4)
-    few = {name: GPT[name] for name in ("tokens", "tokens.weight", "positions.weight", "*.qkv.weight", "*.up.weight", "heads")}
+    few = {
+        name: GPT[name]
+        for name in ("tokens", "tokens.weight", "positions.weight", "*.qkv.weight", "*.up.weight", "heads")
+    }
     full, plan = (sbpc.plan(model, args, H100, dynamic=names, objective="serial") for names in (GPT, few))
     assert not plan.notes
     assert plan.cost.expr == full.cost.expr and plan.cost.bytes_expr == full.cost.bytes_expr
@@ -159,7 +168,10 @@ WRONG: list[tuple[Any, str]] = [
     ),
     ({"x": ("b*s", "b/s", "h")}, "dynamic: the number of b, s cannot be told\n  Give it, as in {'b': 12}."),
     ({"x": ("t", "s", "h")}, "dynamic: 't' is the name of something else in the formula\n  Call the dim otherwise."),
-    ({"x": ("b", "s", "latency_t")}, "dynamic: 'latency_t' is the name of something else in the formula\n  Call the dim otherwise."),
+    (
+        {"x": ("b", "s", "latency_t")},
+        "dynamic: 'latency_t' is the name of something else in the formula\n  Call the dim otherwise.",
+    ),
     ({"heads": 1}, "dynamic: heads is 1\n  Plan at sizes from 2 on"),
 ]
 
@@ -176,5 +188,9 @@ def test_of_patterns_that_name_one_dim_the_last_one_is_taken_also_from_a_file(tm
     plan = sbpc.plan(nn.Linear(8, 6), (torch.randn(10, 8),), Mesh(t=2), dynamic=names)
     plan.save(tmp_path / "plan")
     found = sbpc.load(tmp_path / "plan")
-    assert list(found.options.dynamic or {}) == list(names) and found.options == plan.options and found.numbers == plan.numbers
+    assert (
+        list(found.options.dynamic or {}) == list(names)
+        and found.options == plan.options
+        and found.numbers == plan.numbers
+    )
     assert found.cost.expr == plan.cost.expr and str(found) == str(plan)

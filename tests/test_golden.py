@@ -36,7 +36,9 @@ def rewrite(mesh: Mesh, **options: Any) -> sbpc.Plan:
 
 def test_column_then_row_parallel_needs_one_all_reduce() -> None:
     plan = rewrite(Mesh(tensor=2), pin=PAIR, train=False)
-    assert_expected_inline(graph_text(plan.boxed, plan.mesh), """\
+    assert_expected_inline(
+        graph_text(plan.boxed, plan.mesh),
+        """\
 up.weight    f32[16, 8]  S(0)  parameter
 down.weight  f32[8, 16]  S(1)  parameter
 x            f32[6, 8]   B     input
@@ -47,12 +49,15 @@ permute_1    f32[16, 8]  S(0)  aten.permute(down.weight, [1, 0])
 mm_1         f32[6, 8]   P     aten.mm(gelu, permute_1)
 box_mm_1     f32[6, 8]   B     all_reduce(mm_1)                   # P -> B over tensor, 192 bytes
 output                         output(box_mm_1)
-""")
+""",
+    )
 
 
 def test_local_program_holds_shards_and_collectives() -> None:
     plan = rewrite(Mesh(tensor=2), pin=PAIR, train=False)
-    assert_expected_inline(graph_text(plan.local), """\
+    assert_expected_inline(
+        graph_text(plan.local),
+        """\
 up.weight           f32[8, 8]  S(0)  parameter
 down.weight         f32[8, 8]  S(1)  parameter
 x                   f32[6, 8]  B     input
@@ -66,13 +71,16 @@ contiguous_default                   aten.contiguous(mm_1)
 all_reduce_default                   _c10d_functional.all_reduce(contiguous_default, sum, sbpc::tensor=2::tensor)
 box_mm_1            f32[6, 8]  B     _c10d_functional.wait_tensor(all_reduce_default)
 output                               output(box_mm_1)
-""")
+""",
+    )
 
 
 def test_backward_of_column_then_row_needs_one_all_reduce_of_the_input_gradient_only() -> None:
     x = torch.randn(6, 8, requires_grad=True)
     plan = sbpc.plan(TwoLayers(), (x,), Mesh(tensor=2), pin=PAIR, objective="serial")
-    assert_expected_inline(graph_text(plan.boxed, plan.mesh), """\
+    assert_expected_inline(
+        graph_text(plan.boxed, plan.mesh),
+        """\
 up.weight      f32[16, 8]  S(0)  parameter
 down.weight    f32[8, 16]  S(1)  parameter
 x              f32[6, 8]   B     input
@@ -92,13 +100,18 @@ mm_4           f32[16, 8]  S(0)  aten.mm(permute_4, x)
 mm_5           f32[6, 8]   P     aten.mm(gelu_backward, up.weight)
 box_mm_5       f32[6, 8]   B     all_reduce(mm_5)                        # P -> B over tensor, 192 bytes
 output                           output(box_mm_1, mm_4, mm_2, box_mm_5)
-""")
+""",
+    )
 
 
 def test_fully_sharded_weights_are_gathered_and_their_gradients_scattered() -> None:
     x = torch.randn(96, 8)
-    plan = sbpc.plan(TwoLayers(), (x,), Mesh(data=2), pin={"*.weight": "S(0)"}, inputs=["S(0)"], outputs=["S(0)"], objective="serial")
-    assert_expected_inline(graph_text(plan.boxed, plan.mesh), """\
+    plan = sbpc.plan(
+        TwoLayers(), (x,), Mesh(data=2), pin={"*.weight": "S(0)"}, inputs=["S(0)"], outputs=["S(0)"], objective="serial"
+    )
+    assert_expected_inline(
+        graph_text(plan.boxed, plan.mesh),
+        """\
 up.weight        f32[16, 8]   S(0)  parameter
 down.weight      f32[8, 16]   S(0)  parameter
 x                f32[96, 8]   S(0)  input
@@ -119,12 +132,15 @@ permute_4        f32[16, 96]  S(1)  aten.permute(gelu_backward, [1, 0])
 mm_4             f32[16, 8]   P     aten.mm(permute_4, x)
 box_mm_4         f32[16, 8]   S(0)  reduce_scatter(mm_4)                   # P -> S(0) over data, 256 bytes
 output                              output(mm_1, box_mm_4, box_mm_2)
-""")
+""",
+    )
 
 
 def test_uneven_batch_slices_by_the_position_of_the_rank() -> None:
     plan = rewrite(Mesh(data=4), pin={"gelu": "S(0)"}, train=False)
-    assert_expected_inline(graph_text(plan.local_at(3)), """\
+    assert_expected_inline(
+        graph_text(plan.local_at(3)),
+        """\
 up.weight                       f32[16, 8]  B     parameter
 down.weight                     f32[8, 16]  B     parameter
 x                               f32[6, 8]   B     input
@@ -152,7 +168,8 @@ wait_tensor_default_1                             _c10d_functional.wait_tensor(a
 slice_tensor_1                                    aten.slice.Tensor(wait_tensor_default_1, 0, 0, 6)
 box_mm_1                        f32[6, 8]   B     aten.contiguous(slice_tensor_1)
 output                                            output(box_mm_1)
-""")
+""",
+    )
 
 
 def test_every_stage_is_dumped(tmp_path: Any) -> None:
@@ -166,7 +183,9 @@ def test_every_stage_is_dumped(tmp_path: Any) -> None:
 
 def test_report_of_a_plan() -> None:
     plan = rewrite(Mesh(tensor=2), pin=PAIR)
-    assert_expected_inline(str(plan), """\
+    assert_expected_inline(
+        str(plan),
+        """\
 TwoLayers on Mesh(tensor=2): 2 ranks
 
 parameters
@@ -184,4 +203,5 @@ flops     3.94 k a rank, 50.0 % of one device's 7.87 k (1/2 is 50.0 %)
 memory    512 B parameters, 512 B gradients, 1.02 kB optimizer, 960 B activations, 0 B temporaries, 2.95 kB total
 cluster   'ideal': a byte costs as much as a flop. It predicts no real machine; name one (h100, or a file),
           or measure yours with `sbpc profile`
-""")
+""",
+    )

@@ -17,8 +17,10 @@ NUMBERED = "Operands count from 0, '_' and '[..]' included."
 def test_operands_are_dims_scalars_sizes_and_what_is_no_tensor():
     rule = parse("(a b) 1 *c 7, (), [d (a b)], _, mask=d d2 -> a ; fix b c d d2")
     assert rule.inputs == (
-        Operand("tensor", (Dim(("a", "b")), Dim(literal=1), Dim(("c",), star=True), Dim(literal=7))), Operand("tensor"),
-        Operand("sizes", (Dim(("d",)), Dim(("a", "b")))), Operand("none"),
+        Operand("tensor", (Dim(("a", "b")), Dim(literal=1), Dim(("c",), star=True), Dim(literal=7))),
+        Operand("tensor"),
+        Operand("sizes", (Dim(("d",)), Dim(("a", "b")))),
+        Operand("none"),
         Operand("tensor", (Dim(("d",)), Dim(("d2",))), "mask"),
     )
 
@@ -26,7 +28,10 @@ def test_operands_are_dims_scalars_sizes_and_what_is_no_tensor():
 def test_blanks_do_not_matter():
     spaced, dense = parse("m k, k n -> m n ; + k ; lin( 0 ) ; lin(1)"), parse("m k,k n->m n;+k;lin(0);lin(1)")
     assert (spaced.inputs, spaced.outputs, spaced.summed, spaced.linear) == (
-        dense.inputs, dense.outputs, dense.summed, dense.linear,
+        dense.inputs,
+        dense.outputs,
+        dense.summed,
+        dense.linear,
     )
 
 

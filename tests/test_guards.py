@@ -85,13 +85,26 @@ class Net(nn.Module):
         self.tail = nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(0.1))
         self.beta, self.whole, self.kind, self.dtype, self.extra = 0.0, True, Kind.MEAN, torch.float32, None
         self.sizes, self.weights, self.table = (2, 4), [1.0, 2.0], {"a": 1.0, "b": [3.0]}
-        self.config, self.slots, self.alias, self.record, self.arguments = Config(), Slots(), Alias(), SimpleNamespace(n=1), Namespace(n=1)
+        self.config, self.slots, self.alias, self.record, self.arguments = (
+            Config(),
+            Slots(),
+            Alias(),
+            SimpleNamespace(n=1),
+            Namespace(n=1),
+        )
         self.share, self.limit, self.idle = np.float32(0.5), math.nan, 1
         self.drops, self.ropes = [nn.Dropout(0.5)], {"a": Rope(), 1: (Rope(),)}
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.tail(self.act(self.layer(self.drops[0](self.drop(x))))).to(self.dtype)
-        numbers = [self.beta, self.sizes[0], sum(self.weights), self.table["a"], self.config.width, self.config.rope.factor]
+        numbers = [
+            self.beta,
+            self.sizes[0],
+            sum(self.weights),
+            self.table["a"],
+            self.config.width,
+            self.config.rope.factor,
+        ]
         numbers += [self.slots.width, self.alias.width, self.record.n, self.arguments.n, float(self.share), self.scale]
         numbers += [self.ropes["a"].factor, self.ropes[1][0].factor]  # type: ignore[index, attr-defined]
         numbers += [1.0 if self.whole else 0.0, 0.0 if self.extra is None else 1.0, getattr(self, "late", 0.0)]
@@ -190,8 +203,35 @@ def test_a_number_that_is_set_back_is_fine_again() -> None:
 
 
 def test_texts_tell_values_apart_that_compare_equal_and_not_those_that_are_one() -> None:
-    different = [1, 1.0, True, "1", np.float64(1), np.int64(1), (1,), [1], {1}, {1: 1}, None, "None", -0.0, 0.0, 2**5000, 2**5000 + 1]
-    different += [list(range(500)), [*range(499), 7], Kind.MEAN, "mean", torch.float32, torch.relu, torch.sigmoid, nn.ReLU(), nn.GELU()]
+    different = [
+        1,
+        1.0,
+        True,
+        "1",
+        np.float64(1),
+        np.int64(1),
+        (1,),
+        [1],
+        {1},
+        {1: 1},
+        None,
+        "None",
+        -0.0,
+        0.0,
+        2**5000,
+        2**5000 + 1,
+    ]
+    different += [
+        list(range(500)),
+        [*range(499), 7],
+        Kind.MEAN,
+        "mean",
+        torch.float32,
+        torch.relu,
+        torch.sigmoid,
+        nn.ReLU(),
+        nn.GELU(),
+    ]
     assert len(set(map(text_of, different))) == len(different)
     for one in (*different, math.nan, {"a", "b", "c"}, SimpleNamespace(a=1)):
         assert text_of(copy.deepcopy(one)) == text_of(one) and len(text_of(one)) < 200
@@ -319,7 +359,9 @@ def refusal(does: Callable[[Any, Tensor], Any], method: str = "light") -> str:
 
 
 def test_what_a_forward_changes_or_keeps_is_refused_with_its_line_and_what_to_do() -> None:
-    assert_expected_inline("\n".join(map(refusal, LOST)), """\
+    assert_expected_inline(
+        "\n".join(map(refusal, LOST)),
+        """\
 the forward changes 'calls' from 0 to 1, and a program always computes as if it were 0 | counts: m.calls += 1 | BUFFER
 the forward changes 'config.rope.factor' from 2.0 to 3.0, and a program always computes as if it were 2.0 | counts_below: m.config.rope.factor += 1 | BUFFER
 the forward changes 'cache' from {'calls': 1} to {'calls': 2}, and a program always computes as if it were {'calls': 1} | counts_in_a_dict: cache = m.cache | BUFFER
@@ -335,7 +377,8 @@ the forward keeps a tensor [4, 8] as 'config.rope.features', where no program pu
 the forward keeps a tensor [4, 8] as 'aux', where no program puts one | keeps_in_a_new_object: m.aux = Rope(h) | RETURN
 the forward keeps a tensor [4, 8] as 'aux', where no program puts one | keeps_an_argument: m.aux = [m.layer.weight, h] | RETURN
 the forward makes, replaces or deletes 'mask' | INIT
-the forward makes, replaces or deletes 'layer' | INIT""")
+the forward makes, replaces or deletes 'layer' | INIT""",
+    )
 
 
 def test_both_tracers_refuse_alike_what_a_forward_changes_or_keeps() -> None:
@@ -411,7 +454,11 @@ def test_a_loss_that_keeps_a_tensor_is_refused_and_its_numbers_are_guards() -> N
     with pytest.raises(CaptureError, match=r"as 'the loss.last'"):
         sbpc.plan(nn.Linear(8, 8), (X,), Mesh(p=2), loss=Keeping())
     plan = sbpc.plan(nn.Linear(8, 8), (X,), Mesh(p=2), loss=nn.HuberLoss(delta=0.5), targets=(X,))
-    assert plan.options.guards == {"the loss": ["a HuberLoss"], "the loss.delta": ["0.5"], "the loss.reduction": ["'mean'"]}
+    assert plan.options.guards == {
+        "the loss": ["a HuberLoss"],
+        "the loss.delta": ["0.5"],
+        "the loss.reduction": ["'mean'"],
+    }
 
 
 def test_layers_of_torch_may_keep_what_they_do() -> None:
@@ -444,10 +491,13 @@ def test_a_model_with_other_numbers_than_planned_is_refused_by_simulate() -> Non
     model.drop.p = 0.0
     with pytest.raises(PlanError) as caught:
         sbpc.simulate(plan, model, (X,))
-    assert_expected_inline(str(caught.value), """\
+    assert_expected_inline(
+        str(caught.value),
+        """\
 drop.p is 0.0, and was 0.5 when the model was planned: what a forward reads besides tensors is constant in its plan
   Plan anew; or once for each value, with pin=plan.parameters, and give the plans as parallelize(..., also=[...]).
-  What changes from step to step is a buffer or an argument.""")
+  What changes from step to step is a buffer or an argument.""",
+    )
 
 
 def texts(*calls: Callable[[], Any]) -> list[str]:
@@ -483,7 +533,9 @@ def every_way(plan: Any, other: Any, test: Any, loop: Any) -> dict[str, list[str
     module.eval()
     found["evaluate"] = texts(lambda: module(X))
     module.beta = 0.0
-    found["set back"] = texts(lambda: module(X), lambda: module.train()(X), lambda: module.step(X), lambda: copy.deepcopy(module)(X))
+    found["set back"] = texts(
+        lambda: module(X), lambda: module.train()(X), lambda: module.step(X), lambda: copy.deepcopy(module)(X)
+    )
     module.act.eval()
     found["a layer in eval mode"] = texts(lambda: module(X), lambda: module.step(X))
     module.act.train()
@@ -519,7 +571,9 @@ def test_a_number_that_changes_is_refused_however_the_module_is_run() -> None:
     test = sbpc.plan(model.eval(), (X,), mesh, train=False, pin=plan.parameters)
     loop = sbpc.plan(model.train(), (X,), mesh, microbatches=2)
     (found,) = run_ranks(every_way, 1, plan, other, test, loop)
-    assert_expected_inline("\n".join(f"{name}: {text}" for name, text in found.items()), """\
+    assert_expected_inline(
+        "\n".join(f"{name}: {text}" for name, text in found.items()),
+        """\
 call, step: ['beta is 1.0, and was 0.0 when the model was planned', 'beta is 1.0, and was 0.0 when the model was planned']
 a copy: ['beta is 1.0, and was 0.0 when the model was planned']
 evaluate: ['beta is 1.0, and was 0.0 when the model was planned']
@@ -529,7 +583,8 @@ another module: ['act is another module than before']
 two plans: ['0.0000', 'beta is 2.0, and was 0.0 when the model was planned']
 a loop: ['act.negative_slope is 0.2, and was 0.1 when the model was planned']
 another model: ['beta is 1.0, and was 0.0 when the model was planned', 'beta is 1.0, and was 0.0 when the model was planned']
-another model, planned too: ['']""")
+another model, planned too: ['']""",
+    )
 
 
 def test_guards_of_a_file_are_texts(tmp_path: Any) -> None:
@@ -604,7 +659,9 @@ class OfClass(nn.Module):
         return self.act(self.layer(x) * self.scale).square().mean() * self.beta
 
 
-def test_attributes_of_a_class_partial_functions_and_cached_properties_are_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attributes_of_a_class_partial_functions_and_cached_properties_are_guarded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     planned = sbpc.plan(OfClass(), (X,), Mesh(p=2)).options.guards
     model = OfClass()
     guards = Guards(model, planned)
@@ -632,7 +689,16 @@ class Watched:
     idle: int = 1
 
 
-BETA, LIST, TABLE, RECORD, CONFIG, ARRAY, COUNT, LAST = 0.5, [0.5], {"beta": 0.5}, SimpleNamespace(beta=0.5), Watched(), np.ones(2), 0, None
+BETA, LIST, TABLE, RECORD, CONFIG, ARRAY, COUNT, LAST = (
+    0.5,
+    [0.5],
+    {"beta": 0.5},
+    SimpleNamespace(beta=0.5),
+    Watched(),
+    np.ones(2),
+    0,
+    None,
+)
 ITEMS, QUEUE, LOSS = iter(range(9)), deque([1.0]), nn.HuberLoss(delta=0.5)
 
 
@@ -732,15 +798,24 @@ OUTSIDE: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], Any], str]] = {
     "a list": (lambda m, p: p.setattr(sys.modules[__name__], "LIST", [1.0]), "global tests.test_guards:LIST is [1.0]"),
     "a dict": (lambda m, p: p.setitem(TABLE, "beta", 1.0), "global tests.test_guards:TABLE is {'beta': 1.0}"),
     "a namespace": (lambda m, p: p.setattr(RECORD, "beta", 1.0), "global tests.test_guards:RECORD.beta is 1.0"),
-    "a whole namespace": (lambda m, p: p.setattr(RECORD, "beta", 1.0), "global tests.test_guards:RECORD is SimpleNamespace('beta': 1.0)"),
+    "a whole namespace": (
+        lambda m, p: p.setattr(RECORD, "beta", 1.0),
+        "global tests.test_guards:RECORD is SimpleNamespace('beta': 1.0)",
+    ),
     "parsed arguments": (lambda m, p: p.setattr(m.args, "beta", 1.0), "args.beta is 1.0"),
     "an object": (lambda m, p: p.setattr(CONFIG, "beta", 1.0), "global tests.test_guards:CONFIG.beta is 1.0"),
-    "an object by its name": (lambda m, p: p.setattr(CONFIG, "beta", 1.0), "global tests.test_guards:CONFIG.beta is 1.0"),
+    "an object by its name": (
+        lambda m, p: p.setattr(CONFIG, "beta", 1.0),
+        "global tests.test_guards:CONFIG.beta is 1.0",
+    ),
     "an array": (lambda m, p: ARRAY.__setitem__(0, 2.0), "global tests.test_guards:ARRAY is ndarray([2.0, 1.0]"),
     "a module": (lambda m, p: p.setattr(LOSS, "delta", 1.0), "global tests.test_guards:LOSS.delta is 1.0"),
     "a class": (lambda m, p: p.setattr(Knobs, "beta", 1.0), "global tests.test_guards:Knobs.beta is 1.0"),
     "a class by its name": (lambda m, p: p.setattr(Knobs, "beta", 1.0), "global tests.test_guards:Knobs.beta is 1.0"),
-    "a class in a class": (lambda m, p: p.setattr(Knobs.Rope, "factor", 1.0), "global tests.test_guards:Knobs.Rope.factor is 1.0"),
+    "a class in a class": (
+        lambda m, p: p.setattr(Knobs.Rope, "factor", 1.0),
+        "global tests.test_guards:Knobs.Rope.factor is 1.0",
+    ),
     "a function": (patched("doubled", tripled), "global tests.test_guards:doubled is tripled"),
     "of a module": (lambda m, p: p.setattr(random_models, "BETA", 1.0), "global tests.random_models:BETA is 1.0"),
     "of a module that is kept": (lambda m, p: p.setattr(random_models, "BETA", 1.0), "module.BETA is 1.0"),
@@ -749,8 +824,14 @@ OUTSIDE: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], Any], str]] = {
     "of the class by a method": (lambda m, p: p.setattr(Kept, "beta", 1.0), "__class__.beta is 1.0"),
     "a lambda": (lambda m, p: setattr(m, "act", lambda x: x * 3), "act is "),
     "a free variable": (lambda m, p: setattr(m, "made", made(1.0)), "made is <lambda> (code "),
-    "a free variable of a partial function": (lambda m, p: setattr(m, "part", functools.partial(made(1.0))), "part is partial"),
-    "an array that is kept": (lambda m, p: m.array.__setitem__(2, 3.0), "array is ndarray([1.0, 1.0, 3.0], (3,), float64), and was"),
+    "a free variable of a partial function": (
+        lambda m, p: setattr(m, "part", functools.partial(made(1.0))),
+        "part is partial",
+    ),
+    "an array that is kept": (
+        lambda m, p: m.array.__setitem__(2, 3.0),
+        "array is ndarray([1.0, 1.0, 3.0], (3,), float64), and was",
+    ),
     "a number of numpy": (lambda m, p: setattr(m, "scalar", np.bool_(False)), "scalar is "),
     "a deque": (lambda m, p: m.queue.append(1.0), "queue is deque(1.0, 1.0), and was"),
     "a slice": (lambda m, p: setattr(m, "window", slice(0, 5)), "window is slice(0, 5, None)"),
@@ -765,7 +846,9 @@ OUTSIDE: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", READS)
-def test_what_a_forward_reads_outside_of_its_attributes_is_guarded(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_what_a_forward_reads_outside_of_its_attributes_is_guarded(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     monkeypatch.setattr(random_models, "BETA", 0.5, raising=False)
     monkeypatch.setitem(globals(), "ARRAY", np.ones(2))
     change, message = OUTSIDE[name]
@@ -868,7 +951,9 @@ def scale(x):
 """
 
 
-def test_what_an_installed_package_counts_for_itself_refuses_no_plan(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_installed_package_counts_for_itself_refuses_no_plan(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages" / "somebodys_package.py").write_text(PACKAGE)
     monkeypatch.syspath_prepend(tmp_path / "site-packages")
@@ -882,10 +967,19 @@ def test_what_an_installed_package_counts_for_itself_refuses_no_plan(tmp_path: A
 
 
 def test_a_file_has_one_name_whether_it_is_run_or_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = [{"__name__": name, "__file__": "/somewhere/train_it.py", "BETA": 1.0} for name in ("__main__", "train_it", "target_train_it")]
+    tables = [
+        {"__name__": name, "__file__": "/somewhere/train_it.py", "BETA": 1.0}
+        for name in ("__main__", "train_it", "target_train_it")
+    ]
     spec = SimpleNamespace(name="package.train")
-    tables += [{"__name__": "__main__", "__file__": "/somewhere/package/train.py", "__spec__": spec}, {"__name__": "__main__"}]
-    assert [prefix_of(table)[len("global ") :] for table in tables] == ["train_it:"] * 3 + ["package.train:", "__main__:"]
+    tables += [
+        {"__name__": "__main__", "__file__": "/somewhere/package/train.py", "__spec__": spec},
+        {"__name__": "__main__"},
+    ]
+    assert [prefix_of(table)[len("global ") :] for table in tables] == ["train_it:"] * 3 + [
+        "package.train:",
+        "__main__:",
+    ]
     guards = {"global train_it:BETA": ["0.5"], "layer": ["a Linear"]}
     assert Guards(Small(), guards).broken() is None  # no such file has been run here
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(**tables[0]))  # type: ignore[arg-type]
@@ -962,7 +1056,9 @@ class Chained(nn.Module):
 
 def test_a_long_chain_of_functions_is_followed_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [f"def f{at}(x):\n    return f{at + 1}(x) if x is None else x\n" for at in range(2000)]
-    (tmp_path / "chain_of_functions.py").write_text("\n".join([*lines, "LAST = 2.0", "def f2000(x):\n    return x * LAST\n"]))
+    (tmp_path / "chain_of_functions.py").write_text(
+        "\n".join([*lines, "LAST = 2.0", "def f2000(x):\n    return x * LAST\n"])
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(globals(), "chain", importlib.import_module("chain_of_functions"))
     guards = sbpc.plan(Chained(), (X,), Mesh(p=2), train=False).options.guards

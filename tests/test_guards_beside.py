@@ -142,7 +142,11 @@ def of_forward(does: Callable[[Any], Any], change: Callable[[], Any], path: str,
 
 
 def cases() -> dict[str, Case]:
-    k, smooth, part = Knob(), nn.CrossEntropyLoss(label_smoothing=0.1), functools.partial(F.cross_entropy, label_smoothing=0.1)
+    k, smooth, part = (
+        Knob(),
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+        functools.partial(F.cross_entropy, label_smoothing=0.1),
+    )
     rate = 0.5
 
     def change_rate() -> None:
@@ -157,7 +161,9 @@ def cases() -> dict[str, Case]:
     return {
         "a method as loss": of_loss(k.loss, turn(k), ".__self__.beta"),
         "a record of a method as loss": of_loss(k.loss_of_record, turn(k.record), ".__self__.record"),
-        "a module in a method as loss": of_loss(k.loss_of_part, turn(k.part[0], "label_smoothing", 0.5), ".__self__.part.0.label_smoothing"),
+        "a module in a method as loss": of_loss(
+            k.loss_of_part, turn(k.part[0], "label_smoothing", 0.5), ".__self__.part.0.label_smoothing"
+        ),
         "an object as loss": of_loss(k, turn(k), ".beta"),
         "a module as loss": of_loss(smooth, turn(smooth, "label_smoothing", 0.5), ".label_smoothing"),
         "a partial function as loss": of_loss(part, lambda: part.keywords.update(label_smoothing=0.5), " is partial"),
@@ -171,28 +177,55 @@ def cases() -> dict[str, Case]:
         "a hook of the backward": by_hook("full_backward_pre_hook", lambda m, g: (k.times(g[0]),), turn(k), ".k.beta"),
         "a method that is kept": of_forward(lambda m: m.act(1.0), turn(k), "act.__self__.beta", act=k.times),
         "a method in a list": of_forward(lambda m: m.acts[0](1.0), turn(k), "acts.0.__self__.beta", acts=[k.times]),
-        "a method of a class": of_forward(lambda m: m.act(1.0), turn(Knob, "share", 2.0), "act.__self__.share", act=Knob.of_class),
+        "a method of a class": of_forward(
+            lambda m: m.act(1.0), turn(Knob, "share", 2.0), "act.__self__.share", act=Knob.of_class
+        ),
         "a method of an object": of_forward(lambda m: m.knob.times(1.0), turn(k), "knob.beta", knob=k),
         "a global method": of_forward(lambda m: METHOD(1.0), turn(KNOB), f"{here}METHOD.__self__.beta"),
         "a global partial function": of_forward(lambda m: PARTIAL(), turn(OTHER), f"{here}PARTIAL.func.__self__.beta"),
-        "an attribute of a function": of_forward(lambda m: with_attribute(1.0), turn(with_attribute), f"{here}with_attribute is"),
-        "a keyword's default": of_forward(lambda m: with_keyword(1.0), turn(with_keyword, "__kwdefaults__", {"beta": 2.0}), here),
-        "an object as default": of_forward(lambda m: with_object(1.0), turn(DEFAULT), f"{here}with_object.__defaults__.0.beta"),
+        "an attribute of a function": of_forward(
+            lambda m: with_attribute(1.0), turn(with_attribute), f"{here}with_attribute is"
+        ),
+        "a keyword's default": of_forward(
+            lambda m: with_keyword(1.0), turn(with_keyword, "__kwdefaults__", {"beta": 2.0}), here
+        ),
+        "an object as default": of_forward(
+            lambda m: with_object(1.0), turn(DEFAULT), f"{here}with_object.__defaults__.0.beta"
+        ),
         "an object in a decorator": of_forward(lambda m: m.decorated(), turn(DECORATOR), "decorated.knob.beta"),
-        "an object as default of a static method": of_forward(lambda m: m.static(), turn(DECORATOR), "static.__defaults__.0.beta"),
-        "in a function that remembers": of_forward(lambda m: m.memo(), lambda: (turn(k)(), remembered.cache_clear()), "memo.__wr", memo=remembered),
-        "what is not among parsed arguments": of_forward(lambda m: 1.0 + ("beta" in m.args), turn(parsed), "args.__dict__ is", args=parsed),
+        "an object as default of a static method": of_forward(
+            lambda m: m.static(), turn(DECORATOR), "static.__defaults__.0.beta"
+        ),
+        "in a function that remembers": of_forward(
+            lambda m: m.memo(), lambda: (turn(k)(), remembered.cache_clear()), "memo.__wr", memo=remembered
+        ),
+        "what is not among parsed arguments": of_forward(
+            lambda m: 1.0 + ("beta" in m.args), turn(parsed), "args.__dict__ is", args=parsed
+        ),
         "a class in a free variable": of_forward(lambda m: Local.beta, turn(Local), "does.Local.beta"),
         "a module that is not imported": of_forward(LOADED.beta, turn(LOADED, "BETA"), "global not_imported:BETA"),
-        "by a module that is not imported": of_forward(lambda m: LOADED.BETA, turn(LOADED, "BETA"), "global not_imported:BETA"),
+        "by a module that is not imported": of_forward(
+            lambda m: LOADED.BETA, turn(LOADED, "BETA"), "global not_imported:BETA"
+        ),
     }
 
 
 @pytest.mark.parametrize("name", cases())
 def test_a_number_beside_the_module_that_changes_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner, attribute, value in ((KNOB, "beta", 0.5), (OTHER, "beta", 0.5), (DEFAULT, "beta", 0.5), (DECORATOR, "beta", 0.5), (Knob, "share", 0.5)):
+    for owner, attribute, value in (
+        (KNOB, "beta", 0.5),
+        (OTHER, "beta", 0.5),
+        (DEFAULT, "beta", 0.5),
+        (DECORATOR, "beta", 0.5),
+        (Knob, "share", 0.5),
+    ):
         monkeypatch.setattr(owner, attribute, value)
-    for each, attribute in ((weighted, "__defaults__"), (with_keyword, "__kwdefaults__"), (with_attribute, "beta"), (LOADED, "BETA")):
+    for each, attribute in (
+        (weighted, "__defaults__"),
+        (with_keyword, "__kwdefaults__"),
+        (with_attribute, "beta"),
+        (LOADED, "BETA"),
+    ):
         monkeypatch.setattr(each, attribute, getattr(each, attribute))
     model, loss, change, path = cases()[name]
     targets = () if loss is None else (Y,)
@@ -206,7 +239,8 @@ def test_a_number_beside_the_module_that_changes_is_refused(name: str, monkeypat
     with pytest.raises(PlanError):
         sbpc.simulate(plan, model, (X, *targets))
     again = sbpc.simulate(sbpc.plan(model, (X,), Mesh(p=2), loss=loss, targets=targets), model, (X, *targets))
-    assert any(not torch.allclose(one, before.gradients[key]) for key, one in again.gradients.items())  # it made a difference
+    # it made a difference
+    assert any(not torch.allclose(one, before.gradients[key]) for key, one in again.gradients.items())
 
 
 def hooked(hook: Any, kind: str = "forward_hook") -> Net:
@@ -234,14 +268,29 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a hook that counts": (watched("counts"), "changes 'hook 0 of layer.__self__.calls' from 0 to 1"),
     "a hook that keeps": (watched("keeps"), "keeps a tensor [4, 8] as 'hook 0 of layer.__self__.last'"),
     "a hook on a weight": (with_hook_on_weight, "the parameter 'layer.weight' has a hook"),
-    "objects in a set": (lambda: Net(lambda m: sum(each.beta for each in m.knobs), knobs={Knob()}), "reads 'knobs', a set of objects"),
-    "objects in a global set": (lambda: Net(lambda m: sum(each.beta for each in ONE)), "test_guards_beside:ONE', a set of objects"),
-    "a generator": (drawing(lambda m: RNG.random()), "random numbers by 'global tests.test_guards_beside:RNG', a Random"),
+    "objects in a set": (
+        lambda: Net(lambda m: sum(each.beta for each in m.knobs), knobs={Knob()}),
+        "reads 'knobs', a set of objects",
+    ),
+    "objects in a global set": (
+        lambda: Net(lambda m: sum(each.beta for each in ONE)),
+        "test_guards_beside:ONE', a set of objects",
+    ),
+    "a generator": (
+        drawing(lambda m: RNG.random()),
+        "random numbers by 'global tests.test_guards_beside:RNG', a Random",
+    ),
     "a generator that is kept": (drawing(lambda m: m.rng.uniform(1, 2)), "random numbers by 'rng', a Random"),
-    "a generator of numpy": (drawing(lambda m: float(m.generator.random())), "random numbers by 'generator', a Generator"),
+    "a generator of numpy": (
+        drawing(lambda m: float(m.generator.random())),
+        "random numbers by 'generator', a Generator",
+    ),
     "a method of a generator": (drawing(lambda m: m.draw()), "random numbers by 'draw', a Random"),
     "a new generator": (drawing(lambda m: random.Random().random()), "random numbers without a seed"),
-    "a new generator of numpy": (drawing(lambda m: float(np.random.default_rng().random())), "random numbers without a seed"),
+    "a new generator of numpy": (
+        drawing(lambda m: float(np.random.default_rng().random())),
+        "random numbers without a seed",
+    ),
     "a generator of the system": (drawing(lambda m: random.SystemRandom().random()), "random numbers without a seed"),
 }
 
@@ -276,7 +325,9 @@ def test_what_makes_no_difference_is_planned_and_runs() -> None:
         "a method of torch": Net(lambda m: float(m.name()), name="3".strip),
     }
     vars(fine["a set of layers that it has"])["some"] = {fine["a set of layers that it has"].layer}
-    vars(fine["a method of itself"])["own"] = fine["a method of itself"].extra_repr.__class__(lambda m: 2.0, fine["a method of itself"])
+    vars(fine["a method of itself"])["own"] = fine["a method of itself"].extra_repr.__class__(
+        lambda m: 2.0, fine["a method of itself"]
+    )
     for name, model in fine.items():
         plan = sbpc.plan(model, (X,), Mesh(p=2))
         kept = Guards(model, plan.options.guards, hooks=True)
@@ -300,7 +351,11 @@ def test_the_hooks_of_a_model_are_those_of_its_plan(tmp_path: Path) -> None:
     sbpc.plan(model(2.0), (X,), Mesh(p=2)).save(tmp_path / "plan")
     plan = sbpc.load(tmp_path / "plan")
     sbpc.simulate(plan, model(2.0), (X,))
-    for factors, message in (((), "hook 0 of layer is not there"), ((3.0,), "'factor': 3.0"), ((2.0, 2.0), "hook 1 of layer is <lambda> .*was not")):
+    for factors, message in (
+        ((), "hook 0 of layer is not there"),
+        ((3.0,), "'factor': 3.0"),
+        ((2.0, 2.0), "hook 1 of layer is <lambda> .*was not"),
+    ):
         with pytest.raises(PlanError, match=message):
             sbpc.simulate(plan, model(*factors), (X,))
     later = model(2.0)
@@ -311,7 +366,9 @@ def test_the_hooks_of_a_model_are_those_of_its_plan(tmp_path: Path) -> None:
 
 def test_a_hook_of_every_module_is_guarded_and_not_taken_for_another() -> None:
     knob, model = Knob(), Net(lambda m: 1.0)
-    handle = nn.modules.module.register_module_forward_hook(lambda m, a, out: knob.times(out) if isinstance(m, nn.Linear) else None)
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda m, a, out: knob.times(out) if isinstance(m, nn.Linear) else None
+    )
     try:
         plan = sbpc.plan(model, (X,), Mesh(p=2))
         compare(plan, model, (X,), *eager(model, (X,)))
@@ -383,7 +440,10 @@ def test_a_forward_that_asks_whether_gradients_are_on_runs_as_it_was_planned_or_
     plan = sbpc.plan(model, (X,), Mesh(p=2), train=train)
     with torch.set_grad_enabled(train):
         assert torch.allclose(sbpc.simulate(plan, model, (X,)).outputs, model(X))
-    with torch.set_grad_enabled(not train), pytest.raises(PlanError, match=rf"is_grad_enabled\(\) is {not train}, and was {train}"):
+    with (
+        torch.set_grad_enabled(not train),
+        pytest.raises(PlanError, match=rf"is_grad_enabled\(\) is {not train}, and was {train}"),
+    ):
         sbpc.simulate(plan, model, (X,))
 
 
@@ -398,7 +458,11 @@ class Alias(nn.Module):
         if name == "twice":
             return 2 * self.beta
         table = object.__getattribute__(self, "__dict__")
-        return object.__getattribute__(self, name) if name in table and not table.get("by_torch", True) else super().__getattribute__(name)
+        return (
+            object.__getattribute__(self, name)
+            if name in table and not table.get("by_torch", True)
+            else super().__getattribute__(name)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.layer(x).square().mean() * self.twice
@@ -413,4 +477,6 @@ def test_a_module_that_looks_attributes_up_itself_is_planned_and_guarded(by_torc
     model.beta = 1.0
     with pytest.raises(PlanError, match=r"beta is 1\.0, and was 0\.5"):
         sbpc.simulate(plan, model, (X,))
-    assert "__getattribute__" not in vars(nn.Module) and vars(Alias)["__getattribute__"].__qualname__.startswith("Alias")
+    assert "__getattribute__" not in vars(nn.Module) and vars(Alias)["__getattribute__"].__qualname__.startswith(
+        "Alias"
+    )

@@ -20,7 +20,8 @@ QUICK = [("gpt2", "sdpa", "2x2"), ("llama", "eager", "2"), ("t5", "sdpa", "2"), 
 LONG = [(net, "sdpa", mesh) for net in hf_models.MODELS for mesh in MESHES]
 LONG += [(net, "eager", "2x2") for net in hf_models.MODELS]  # the same model but for one op and what it is made of
 TOLERANCE = 1e-9
-EXPERTS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}  # by the type of the experts: the largest error
+# by the type of the experts: the largest error
+EXPERTS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def equal(net: str, attention: str, mesh: str, plans: int) -> None:

@@ -78,7 +78,13 @@ def test_imports_go_down_only() -> None:
         for module, typed in imports(path):
             head, _, rest = module.partition(".")
             other = room_of(rest)
-            if head != "sbpc" or typed or not rest or other == own or (other not in FLOOR and own in ("cli", "__main__")):
+            if (
+                head != "sbpc"
+                or typed
+                or not rest
+                or other == own
+                or (other not in FLOOR and own in ("cli", "__main__"))
+            ):
                 continue
             if other not in FLOOR or FLOOR[other] >= FLOOR[own]:
                 wrong.append(f"{name} imports {module}")
@@ -89,7 +95,11 @@ def test_files_of_a_room_do_not_import_each_other_in_circles() -> None:
     modules = {name for name, _ in files()}
     graph = nx.DiGraph()
     for name, path in files():
-        graph.add_edges_from((name, module.removeprefix("sbpc.")) for module, _ in imports(path) if module.removeprefix("sbpc.") in modules)
+        graph.add_edges_from(
+            (name, module.removeprefix("sbpc."))
+            for module, _ in imports(path)
+            if module.removeprefix("sbpc.") in modules
+        )
     circles = [sorted(each) for each in nx.strongly_connected_components(graph) if len(each) > 1]
     assert not circles, circles
 
@@ -98,7 +108,12 @@ def test_a_room_says_what_it_is_for() -> None:
     rooms: dict[Path, list[Path]] = {}
     for _, path in files():
         rooms.setdefault(path.parent, []).append(path)
-    assert sorted(path.name for path in rooms[ROOT / "sbpc"]) == ["__init__.py", "__main__.py", "_compat.py", "errors.py"]
+    assert sorted(path.name for path in rooms[ROOT / "sbpc"]) == [
+        "__init__.py",
+        "__main__.py",
+        "_compat.py",
+        "errors.py",
+    ]
     silent = [str(room) for room in rooms if not ast.get_docstring(ast.parse((room / "__init__.py").read_text()))]
     assert not silent, silent
 
@@ -108,14 +123,21 @@ def test_every_room_and_template_is_in_the_wheel() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     rooms = {f"sbpc.{name}".removesuffix(".") for name, path in files() if path.name == "__init__.py"}
     assert set(settings["packages"]) == rooms
-    data = {path for room, names in settings["package-data"].items() for name in names for path in (ROOT / room.replace(".", "/")).glob(name)}
+    data = {
+        path
+        for room, names in settings["package-data"].items()
+        for name in names
+        for path in (ROOT / room.replace(".", "/")).glob(name)
+    }
     assert data == {*(ROOT / "sbpc").rglob("*.j2"), ROOT / "sbpc" / "py.typed"}
 
 
 def test_importing_the_package_loads_nothing_and_every_public_name_is_there() -> None:
     """So `import sbpc` takes no time beside `import torch`; the first name that is used takes some."""
     code = "import sys, sbpc; print([name for name in sys.modules if name.startswith(('sbpc.', 'torch', 'sympy'))], set(sbpc.__all__) <= set(dir(sbpc)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[] True\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[] True\n"
+    )
     assert sorted(name for names in sbpc.FILES.values() for name in names) == sorted(sbpc.__all__)
     assert {room.split(".")[0] for room, _ in files()} - {"", "__main__", "_compat"} == set(sbpc.ROOMS)
     for name in (*sbpc.__all__, *sbpc.ROOMS):
@@ -126,7 +148,8 @@ def test_importing_the_package_loads_nothing_and_every_public_name_is_there() ->
 
 def test_passes_share_only_the_pipeline_and_verify() -> None:
     """A pass is a file or a room of `passes`; the pipeline calls them, `verify` checks them, and none imports another."""
-    # The layout problem is solved again: for a limit, to explain, and on an axis of copies, whose graph is annotated anew;
+    # The layout problem is solved again: for a limit, to explain, and on an axis of copies, whose graph is annotated
+    # anew;
     # stages cut the body of a loop, and parameters of it over more axes.
     below = {
         "memory": {"assign"}, "explain": {"assign", "annotate"}, "loop": {"annotate", "assign", "box", "schedule"},
@@ -138,7 +161,9 @@ def test_passes_share_only_the_pipeline_and_verify() -> None:
             continue
         own = name.split(".")[1]
         for module, _ in imports(path):
-            if module.startswith("sbpc.passes.") and module.split(".")[2] not in {own, "verify"} | below.get(own, set()):
+            if module.startswith("sbpc.passes.") and module.split(".")[2] not in {own, "verify"} | below.get(
+                own, set()
+            ):
                 wrong.append(f"{name} imports {module}")
     assert not wrong, wrong
 

@@ -30,8 +30,13 @@ def test_graphs_printed_as_python_compute_what_the_graphs_compute() -> None:
     for make in [mlp, lambda: gpt2(layers=1)]:
         torch.manual_seed(0)
         plan = sbpc.plan(*make(), Mesh(data=1, tensor=1))
-        given = [torch.randn(v.shape) if v.is_floating_point() else torch.zeros(v.shape, dtype=v.dtype) for v in plan.shapes.values()]
-        positions = [torch.zeros(1, dtype=torch.int64)] * (len(plan.local.graph.find_nodes(op="placeholder")) - len(given))
+        given = [
+            torch.randn(v.shape) if v.is_floating_point() else torch.zeros(v.shape, dtype=v.dtype)
+            for v in plan.shapes.values()
+        ]
+        positions = [torch.zeros(1, dtype=torch.int64)] * (
+            len(plan.local.graph.find_nodes(op="placeholder")) - len(given)
+        )
         for gm, more in ((plan.graph, []), (plan.boxed, []), (plan.local, positions)):
             found = function(python_text(gm, plan.mesh, "a graph"))(*given, *more)
             for one, other in zip(found, gm(*given, *more), strict=True):

@@ -38,19 +38,28 @@ KEPT = {  # bytes of a layer between forward and backward, values of 2 bytes
 }
 
 
-SHAPE, SECOND = (4, 32, 64, 8, 4), (2, 64, 64, 4, 4)  # batch, sequence, width, heads, ranks; only what attention keeps is no multiple of s b h
+# batch, sequence, width, heads, ranks; only what attention keeps is no multiple of s b h
+SHAPE, SECOND = (4, 32, 64, 8, 4), (2, 64, 64, 4, 4)
 CASES = [pytest.param(*case, SHAPE) for case in KEPT]
-CASES += [pytest.param("none", scheme, SECOND, marks=pytest.mark.prove if scheme else ()) for form, scheme in KEPT if form == "none"]
+CASES += [
+    pytest.param("none", scheme, SECOND, marks=pytest.mark.prove if scheme else ())
+    for form, scheme in KEPT
+    if form == "none"
+]
 
 
 @pytest.mark.parametrize(("form", "scheme", "shape"), CASES)
-def test_a_layer_keeps_the_bytes_of_the_published_formulas(form: str, scheme: str | None, shape: tuple[int, ...]) -> None:
+def test_a_layer_keeps_the_bytes_of_the_published_formulas(
+    form: str, scheme: str | None, shape: tuple[int, ...]
+) -> None:
     one, two = (kept_bytes(form, scheme, *shape, layers=layers) for layers in (1, 2))
     formula = KEPT[form, scheme].subs(dict(zip((b_, s_, h_, a_, t_), shape)))
     assert sympy.simplify(two - one - formula) == 0, (two - one, formula)
 
 
-def kept_bytes(form: str, scheme: str | None, batch: int, seq: int, width: int, heads: int, ranks: int, layers: int) -> int:
+def kept_bytes(
+    form: str, scheme: str | None, batch: int, seq: int, width: int, heads: int, ranks: int, layers: int
+) -> int:
     """Bytes of activations on a rank at the end of the forward."""
     torch.set_default_dtype(torch.float32)
     with torch.device("meta"):
@@ -59,7 +68,11 @@ def kept_bytes(form: str, scheme: str | None, batch: int, seq: int, width: int, 
     ends = ["S(1)"] if scheme == "megatron+sp" else None
     options: dict[str, Any] = {"recompute": form, "objective": "serial", "microbatches": 1, "inputs": ends}
     mesh = Mesh(t=1 if scheme is None else ranks)
-    plan = sbpc.plan(model, (x,), mesh, **options) if scheme is None else sbpc.baseline(scheme, model, (x,), mesh, **options)
+    plan = (
+        sbpc.plan(model, (x,), mesh, **options)
+        if scheme is None
+        else sbpc.baseline(scheme, model, (x,), mesh, **options)
+    )
     if scheme == "megatron":  # whose dropouts behind a block are whole on every rank, where the solver would split them
         whole = [node for node in plan.graph.graph.nodes if node.target in (aten.lt.Scalar, aten.add.Tensor)]
         pin = {node.name: "B" for node in whole if node.meta["val"].dim() == 3 and RECOMPUTES not in node.meta}

@@ -70,7 +70,13 @@ def results(plan: sbpc.Plan, values: list[Tensor], choose: Choice | None = None)
 
 @pytest.mark.usefixtures("float64")
 def test_every_kernel_of_attention_gives_what_that_of_cpus_gives() -> None:
-    for kernel, causal in [("flash", True), ("efficient", True), ("efficient", False), ("formula", True), ("formula", False)]:
+    for kernel, causal in [
+        ("flash", True),
+        ("efficient", True),
+        ("efficient", False),
+        ("formula", True),
+        ("formula", False),
+    ]:
         assert cuda_cases.FLASH.default in STAND_INS
         torch.manual_seed(0)
         model, x = Attend(causal), torch.randn(2, 5, 12)
@@ -78,7 +84,11 @@ def test_every_kernel_of_attention_gives_what_that_of_cpus_gives() -> None:
         values = [*(parameter.detach() for parameter in model.parameters()), x]
         expected, mode = results(plan, values), StandIns()
         with mode:
-            found = results(plan, values, lambda parts, mask, asked, k=kernel, c=causal: k if asked == c and (mask is None) == c else "none")
+            found = results(
+                plan,
+                values,
+                lambda parts, mask, asked, k=kernel, c=causal: k if asked == c and (mask is None) == c else "none",
+            )
         wanted = {f"_scaled_dot_product_{kernel}_attention{half}" for half in ("", "_backward")}
         assert mode.seen == (set() if kernel == "formula" else wanted)
         assert len(found) == len(expected) == 3

@@ -38,7 +38,9 @@ def script(folder: Path, body: str) -> list[str]:
     """The arguments of a rank that notes its process number and then runs `body`."""
     path = folder / "rank.py"
     note = f"Path({str(folder)!r}, f'pid{{rank}}').write_text(str(os.getpid()))\n"
-    path.write_text("import os, signal, sys, time\nfrom pathlib import Path\nrank = int(os.environ['RANK'])\n" + note + body)
+    path.write_text(
+        "import os, signal, sys, time\nfrom pathlib import Path\nrank = int(os.environ['RANK'])\n" + note + body
+    )
     return [str(path)]
 
 

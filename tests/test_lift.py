@@ -38,16 +38,21 @@ def f64(*shape):
 
 def test_a_linear_layer_and_its_gradients_keep_their_dims():
     linear = nn.Linear(4, 5).double()
-    assert lifted(linear, f64(2, 3, 4)) == """\
+    assert (
+        lifted(linear, f64(2, 3, 4))
+        == """\
 linear [2, 3, 5] = linear(input_1, weight, bias)
 einsum [2, 3, 4] = einsum(abd,dc->abc, [tangent_0, weight])
 einsum_1 [5, 4] = einsum(cda,cdb->ab, [tangent_0, input_1])
 sum_1 [5] = sum.dim_IntList(tangent_0, [0, 1])
 return linear, einsum_1, sum_1, einsum"""
+    )
 
 
 def test_a_product_of_matrices_stays_as_it_is():
-    assert lifted(lambda x, w: x @ w, f64(3, 4), f64(4, 5), train=False) == "mm [3, 5] = mm(input_0, input_1)\nreturn mm"
+    assert (
+        lifted(lambda x, w: x @ w, f64(3, 4), f64(4, 5), train=False) == "mm [3, 5] = mm(input_0, input_1)\nreturn mm"
+    )
 
 
 def test_the_products_of_attention_keep_batch_and_heads():
@@ -55,7 +60,9 @@ def test_the_products_of_attention_keep_batch_and_heads():
         q, k = (part.view(2, 3, 4, 5).transpose(1, 2) for part in (q, k))
         return (q @ k.transpose(-1, -2)).exp()
 
-    assert lifted(scores, f64(2, 3, 20), f64(2, 3, 20), train=False) == """\
+    assert (
+        lifted(scores, f64(2, 3, 20), f64(2, 3, 20), train=False)
+        == """\
 view [2, 3, 4, 5] = view(input_0, [2, 3, 4, 5])
 permute [2, 4, 3, 5] = permute(view, [0, 2, 1, 3])
 view_1 [2, 3, 4, 5] = view(input_1, [2, 3, 4, 5])
@@ -65,6 +72,7 @@ clone_1 [2, 4, 5, 3] = clone(permute_2, memory_format=torch.contiguous_format)
 einsum [2, 4, 3, 3] = einsum(abce,abed->abcd, [clone, clone_1])
 exp [2, 4, 3, 3] = exp(einsum)
 return exp"""
+    )
 
 
 PROGRAMS = {

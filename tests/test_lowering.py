@@ -197,12 +197,18 @@ def test_a_pad_and_a_slice_of_the_same_dim_are_one_step_that_makes_no_whole_tens
     row = path(Layout.parse("[B, S(0)]", mesh.axes), Layout.parse("[S(0), P]", mesh.axes), (4096,), 4, mesh)[0]
     assert sum(size for call in emitted(row, (4096,), torch.float32, mesh) for size in call.makes) < 2.1 * 1024 * 4
     assert lines("[B, S(0)]", "[S(0), P]", (8, 9), mesh, 0).splitlines() == [
-        "mul_scalar = aten.mul.Scalar(position_b, 2)", "mul_scalar_1 = aten.mul.Scalar(position_a, 1)",
-        "sub_tensor = aten.sub.Tensor(mul_scalar_1, mul_scalar)", "new_ones = aten.new_ones(sub_tensor, [1])",
-        "cumsum = aten.cumsum(new_ones, 0)", "add_tensor = aten.add.Tensor(cumsum, sub_tensor)",
-        "clamp = aten.clamp(add_tensor, 1, 2)", "ne_tensor = aten.ne.Tensor(clamp, add_tensor)",
-        "view = aten.view(ne_tensor, [1, 1, 1])", "view_1 = aten.view(x, [2, 2, 9])",
-        "sub_scalar = aten.sub.Scalar(clamp, 1)", "index_select = aten.index_select(view_1, 0, sub_scalar)",
+        "mul_scalar = aten.mul.Scalar(position_b, 2)",
+        "mul_scalar_1 = aten.mul.Scalar(position_a, 1)",
+        "sub_tensor = aten.sub.Tensor(mul_scalar_1, mul_scalar)",
+        "new_ones = aten.new_ones(sub_tensor, [1])",
+        "cumsum = aten.cumsum(new_ones, 0)",
+        "add_tensor = aten.add.Tensor(cumsum, sub_tensor)",
+        "clamp = aten.clamp(add_tensor, 1, 2)",
+        "ne_tensor = aten.ne.Tensor(clamp, add_tensor)",
+        "view = aten.view(ne_tensor, [1, 1, 1])",
+        "view_1 = aten.view(x, [2, 2, 9])",
+        "sub_scalar = aten.sub.Scalar(clamp, 1)",
+        "index_select = aten.index_select(view_1, 0, sub_scalar)",
         "masked_fill_scalar = aten.masked_fill.Scalar(index_select, view, 0)",
         "view_2 = aten.view(masked_fill_scalar, [2, 9])",
     ]

@@ -77,7 +77,8 @@ def run_rank(rank: int, folder: str) -> None:
 
 
 def test_gloo_boxes_as_defined(tmp_path: Path) -> None:
-    multiprocessing.set_forkserver_preload(["tests.test_lowering_gloo", "sbpc.boxing.lower"])  # import once, not four times
+    # import once, not four times
+    multiprocessing.set_forkserver_preload(["tests.test_lowering_gloo", "sbpc.boxing.lower"])
     mp.start_processes(run_rank, (str(tmp_path),), nprocs=4, start_method="forkserver")
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
     used: dict[str, None] = {}

@@ -28,5 +28,7 @@ def test_a_step_on_64_ranks_equals_one_process() -> None:
     expected.backward()
     torch.testing.assert_close(run.outputs, expected.detach(), rtol=1e-10, atol=1e-12)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(run.gradients[name], parameter.grad, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            run.gradients[name], parameter.grad, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )
     assert sum(run.bytes_sent.values()) > 0

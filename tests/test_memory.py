@@ -69,7 +69,9 @@ def test_live_bytes_count_a_storage_once_and_the_copies_of_a_boxing() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.view(30).view(6, 5).sum(1)
 
-    plan = sbpc.plan(Sum(), (torch.randn(6, 5),), Mesh(a=2), train=False, inputs=["S(1)@a"], outputs=["B"], objective="serial")
+    plan = sbpc.plan(
+        Sum(), (torch.randn(6, 5),), Mesh(a=2), train=False, inputs=["S(1)@a"], outputs=["B"], objective="serial"
+    )
     life = plan.life
     kinds = [str(node.name) for node, _ in life.at_peak()]
     assert life.peak == sbpc.simulate(plan, Sum(), (torch.randn(6, 5),)).peak_memory
@@ -162,7 +164,8 @@ def test_with_less_memory_homes_are_split_and_steps_take_longer(name: str, sizes
     model = models.MODELS[name](**sizes)
     plans = falling(model, mesh, 2)
     assert not any("S" in str(home) for home in plans[0].parameters.values())
-    assert whole(plans[-1], plans[0]) <= plans[-1].options.memory * (1 - 1 / SPARE)  # small ones may be left where there is room
+    # small ones may be left where there is room
+    assert whole(plans[-1], plans[0]) <= plans[-1].options.memory * (1 - 1 / SPARE)
     assert is_slower_by_no_less_than_its_gap(plans)
     for plan in plans[1:]:
         assert plans[0].cost.lower_bound * (1 - 1e-9) <= plan.cost.lower_bound <= plan.cost.seconds
@@ -186,8 +189,14 @@ def test_with_less_memory_parameters_are_gathered_again_in_the_backward() -> Non
     about: dict[str, Any] = {"inputs": ["S(0)"], "outputs": ["S(0)"], "optimizer": "sgd"}
     free = sbpc.baseline("fsdp", model, args, Mesh(p=4), **about, objective="serial")
     most = free.cost.memory["total"]
-    plans = [sbpc.baseline("fsdp", model, args, Mesh(p=4), **about, memory=share * most, objective="serial") for share in (0.98, 0.9)]
-    again = [sorted(model.get_parameter(name.replace("_", ".")).numel() for name in gathered_again(plan)) for plan in (free, *plans)]
+    plans = [
+        sbpc.baseline("fsdp", model, args, Mesh(p=4), **about, memory=share * most, objective="serial")
+        for share in (0.98, 0.9)
+    ]
+    again = [
+        sorted(model.get_parameter(name.replace("_", ".")).numel() for name in gathered_again(plan))
+        for plan in (free, *plans)
+    ]
     assert again == [[], [64 * 64, 64 * 64], [64 * 64, 64 * 64, 64 * 256]]
     assert free.cost.seconds < plans[0].cost.seconds < plans[1].cost.seconds
     for plan in plans:
@@ -203,7 +212,10 @@ def test_with_less_memory_activations_are_stored_split_and_gathered_again_in_the
     mesh = Mesh(tensor=4, cluster=dataclasses.replace(CLUSTERS["a100"], peak=1e9))
     free = sbpc.plan(model, args, mesh, **about, objective="serial")
     assert not gathered_again(free)
-    plans = [sbpc.plan(model, args, mesh, **about, memory=share * free.cost.memory["total"], objective="serial") for share in (0.95, 0.74)]
+    plans = [
+        sbpc.plan(model, args, mesh, **about, memory=share * free.cost.memory["total"], objective="serial")
+        for share in (0.95, 0.74)
+    ]
     assert [gathered_again(plan) for plan in plans] == [set(), {"getitem"}]
     assert plans[0].cost.seconds < plans[1].cost.seconds and plans[1].layouts["getitem_stored"].cuts
     for plan in plans:
@@ -251,7 +263,8 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "count", "objective"), [("zbv", 4, "serial"), ("zbv", 1, "seconds"), ("interleaved", 2, "seconds"), ("interleaved", 1, "seconds")]
+    ("schedule", "count", "objective"),
+    [("zbv", 4, "serial"), ("zbv", 1, "seconds"), ("interleaved", 2, "seconds"), ("interleaved", 1, "seconds")],
 )
 def test_every_program_of_every_stage_holds_what_is_predicted(
     schedule: str, count: int, objective: str, monkeypatch: pytest.MonkeyPatch
@@ -260,7 +273,14 @@ def test_every_program_of_every_stage_holds_what_is_predicted(
     torch.manual_seed(0)
     model, args = Tied(), (torch.randint(24, (8, 4)), torch.randint(24, (8, 4)))
     plan = sbpc.plan(
-        model, args, Mesh(pipe=2, data=2), stages="pipe", schedule=schedule, microbatches=count, optimizer=None, objective=objective
+        model,
+        args,
+        Mesh(pipe=2, data=2),
+        stages="pipe",
+        schedule=schedule,
+        microbatches=count,
+        optimizer=None,
+        objective=objective,
     )
     held: list[list[int]] = [[] for _ in range(plan.stages)]
     count_memory = LoopSimulation.count

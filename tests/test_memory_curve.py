@@ -16,7 +16,9 @@ PLANS = {
     "gpt2": lambda **o: sbpc.plan(*gpt2(layers=1), Mesh(data=4, cluster="h100"), **o),
     "forward alone": lambda **o: sbpc.plan(*gpt2(layers=1), Mesh(data=4, cluster="h100"), train=False, **o),
     "loop": lambda **o: sbpc.plan(*gpt2(layers=1), Mesh(data=2, tensor=2, cluster="h100"), microbatches=4, **o),
-    "stages": lambda **o: sbpc.plan(*gpt2(layers=2), Mesh(pipe=2, data=2, cluster="h100"), stages="pipe", schedule="zbv", **o),
+    "stages": lambda **o: sbpc.plan(
+        *gpt2(layers=2), Mesh(pipe=2, data=2, cluster="h100"), stages="pipe", schedule="zbv", **o
+    ),
 }
 
 
@@ -52,4 +54,6 @@ def test_gathered_copies_are_told_apart_by_module() -> None:
     curve = plan.memory_curve()
     assert max(curve.groups["gathered copies"]) > 0
     modules = curve.by_module("activations")
-    assert sum(modules.values()) == curve.groups["activations"][curve.peak] and any("blocks.0" in name for name in modules)
+    assert sum(modules.values()) == curve.groups["activations"][curve.peak] and any(
+        "blocks.0" in name for name in modules
+    )

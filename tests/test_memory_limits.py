@@ -48,9 +48,13 @@ def moments_of(name: str, mesh: Mesh, plans: int, every: int) -> tuple[float, fl
     wishes = placeholder_wishes(gm, mesh, None, None, False)
     most = then = 0.0
     for seed in range(plans):
-        plan = make_plan(gm, mesh, draw(gm, mesh, wishes, random.Random(seed)), 0.0, Options(objective="serial"), Stages())
+        plan = make_plan(
+            gm, mesh, draw(gm, mesh, wishes, random.Random(seed)), 0.0, Options(objective="serial"), Stages()
+        )
         memory, live = plan.cost.memory, alive(plan)
-        counted = {call.name: bytes_in(space, plan.assignment, bytes_alive_in_every_plan(gm, call, COPIES)) for call in calls}
+        counted = {
+            call.name: bytes_in(space, plan.assignment, bytes_alive_in_every_plan(gm, call, COPIES)) for call in calls
+        }
         at_end = bytes_in(space, plan.assignment, at_optimizer(gm, COPIES))
         most = max(most, max(at_end, *counted.values()) / memory["total"])
         state = OPTIMIZER_STATE["adamw"] * memory["gradients"]
@@ -90,9 +94,13 @@ def test_of_pieces_of_one_storage_each_is_counted_and_of_values_that_overlap_one
             a, b = y.split(4, 1)
             return (a.sin() * b.cos() * y.exp()[:, :4]).sum()
 
-    gm = annotate(store(sbpc.plan(Pieces(), (torch.randn(4, 8, requires_grad=True),), Mesh(x=2), objective="serial").graph))
+    gm = annotate(
+        store(sbpc.plan(Pieces(), (torch.randn(4, 8, requires_grad=True),), Mesh(x=2), objective="serial").graph)
+    )
     first = next(node for node in gm.graph.nodes if node.op == "call_function" and node.meta["phase"] == "backward")
-    counted = {name for name, _ in bytes_alive_in_every_plan(gm, next(iter(first.users)), COPIES) if name.endswith("_stored")}
+    counted = {
+        name for name, _ in bytes_alive_in_every_plan(gm, next(iter(first.users)), COPIES) if name.endswith("_stored")
+    }
     pieces, overlapping = {"getitem_stored", "getitem_1_stored"}, {"exp_stored", "slice_1_stored"}
     assert pieces <= counted and len(overlapping & counted) == 1
 
@@ -106,7 +114,10 @@ class Again(nn.Module):
 
 
 def test_of_a_value_that_has_been_read_and_will_be_again_what_it_takes_at_the_least_is_counted() -> None:
-    gm, mesh = sbpc.plan(Again(), (torch.randn(6, 9),), Mesh(x=2, y=2), train=False, objective="serial").graph, Mesh(x=2, y=2)
+    gm, mesh = (
+        sbpc.plan(Again(), (torch.randn(6, 9),), Mesh(x=2, y=2), train=False, objective="serial").graph,
+        Mesh(x=2, y=2),
+    )
     space = LimitedSpace(gm, mesh, {}, {})
     sin, cos, mul = (next(node for node in gm.graph.nodes if node.name == name) for name in ("sin", "cos", "mul_1"))
     place = ("mul", Place(PlaceKind.LEAST, 0))
@@ -122,7 +133,15 @@ def test_a_result_is_counted_as_it_is_left_once_it_is_there() -> None:
             scores = 2 * x
             return scores.sin().sum(), scores
 
-    plan = sbpc.plan(Scored(), (torch.randn(48, 10),), Mesh(x=4), train=False, inputs=["S(0)"], pin={"mul": "S(0)"}, objective="serial")
+    plan = sbpc.plan(
+        Scored(),
+        (torch.randn(48, 10),),
+        Mesh(x=4),
+        train=False,
+        inputs=["S(0)"],
+        pin={"mul": "S(0)"},
+        objective="serial",
+    )
     gm, space = plan.graph, LimitedSpace(plan.graph, plan.mesh, {}, {})
     call = next(node for node in gm.graph.nodes if node.name == "sum_1")
     x, scores, sines = 4 * 120, 4 * 480, 4 * 120  # bytes on a rank: of scores the whole, which is boxed at once
@@ -154,7 +173,8 @@ def test_a_limit_under_which_many_plans_hold_too_much_is_kept_by_the_best() -> N
     model, mesh = (Scaled(4096), (torch.randn(1, 4096),)), Mesh(x=2, cluster="a100")
     most = 0.65 * sbpc.plan(*model, mesh, optimizer="sgd", objective="serial").cost.memory["total"]
     plan = sbpc.plan(*model, mesh, optimizer="sgd", memory=most, objective="serial")
-    assert plan.cost.memory["total"] <= most and plan.cost.seconds == pytest.approx(1.05027e-4, rel=1e-4)  # nothing is faster
+    # nothing is faster
+    assert plan.cost.memory["total"] <= most and plan.cost.seconds == pytest.approx(1.05027e-4, rel=1e-4)
 
 
 class Squared(nn.Sequential):
@@ -185,7 +205,12 @@ def test_what_a_plan_leaves_open_takes_the_cheapest_label() -> None:
     """Also where blocks differ, of which equal ones are looked at once."""
     with torch.device("meta"):
         model, args = models.gpt2(batch=16, seq=64, vocab=1024, width=512, heads=8, layers=4)
-    free = sbpc.plan(model, args, Mesh(x=2, y=2, cluster="h100"), pin={"blocks.1.up.weight": "S(0)@x", "blocks.2.down.weight": "[B, B]"})
+    free = sbpc.plan(
+        model,
+        args,
+        Mesh(x=2, y=2, cluster="h100"),
+        pin={"blocks.1.up.weight": "S(0)@x", "blocks.2.down.weight": "[B, B]"},
+    )
     space = LimitedSpace(annotate(store(free.graph)), free.mesh, {}, {})
     known, around = space.known_labels(free.assignment), Surroundings(space.problem)
     expected = [label or 0 for label in known]
@@ -217,7 +242,9 @@ def test_a_plan_under_a_limit_is_polished_and_certify_goes_on() -> None:
 
 
 def test_a_bound_is_not_above_the_plan_by_rounding() -> None:
-    plan = sbpc.plan(Squared(nn.Linear(4, 6), nn.Linear(6, 4)), (torch.randn(3, 4),), Mesh(x=5), optimizer="sgd", objective="serial")
+    plan = sbpc.plan(
+        Squared(nn.Linear(4, 6), nn.Linear(6, 4)), (torch.randn(3, 4),), Mesh(x=5), optimizer="sgd", objective="serial"
+    )
     assert plan.cost.gap == 0 and plan.cost.lower_bound == plan.cost.seconds  # the solver adds in another order
 
 
@@ -233,7 +260,14 @@ def test_a_limit_below_what_the_caller_holds_is_refused() -> None:
 
     for limit in (5764.0, 1.0):
         with pytest.raises(MemoryLimitError, match="no plan was found that takes less than 11,528 bytes a rank"):
-            sbpc.plan(Returned(), (torch.randn(24, 24),), Mesh(x=4, cluster="a100"), train=False, memory=limit, objective="serial")
+            sbpc.plan(
+                Returned(),
+                (torch.randn(24, 24),),
+                Mesh(x=4, cluster="a100"),
+                train=False,
+                memory=limit,
+                objective="serial",
+            )
 
 
 def test_a_gathered_parameter_that_is_kept_is_counted_beside_its_home() -> None:
@@ -248,7 +282,9 @@ def first_of_backward(free: sbpc.Plan) -> tuple[float, float]:
     there; what is alive."""
     gm = annotate(store(free.graph))
     space = LimitedSpace(gm, free.mesh, {}, {})
-    plan = make_plan(gm, free.mesh, space.assignment(space.labels(free.assignment)), 0.0, Options(objective="serial"), Stages())
+    plan = make_plan(
+        gm, free.mesh, space.assignment(space.labels(free.assignment)), 0.0, Options(objective="serial"), Stages()
+    )
     late = [node for node in gm.graph.nodes if node.op == "call_function" and node.meta.get("phase") == "backward"]
     call = next(node for node in late if "einsum" in node.name)
     state = OPTIMIZER_STATE["adamw"] * plan.cost.memory["gradients"]
@@ -260,7 +296,15 @@ def test_of_a_call_that_is_taken_apart_what_is_alive_at_once_is_counted() -> Non
         def forward(self, x: Tensor) -> Tensor:
             return (2 * x).log_softmax(1)
 
-    plan = sbpc.plan(Scores(), (torch.randn(6, 40),), Mesh(x=2), train=False, inputs=["S(1)"], pin={"_log_softmax": "S(1)"}, objective="serial")
+    plan = sbpc.plan(
+        Scores(),
+        (torch.randn(6, 40),),
+        Mesh(x=2),
+        train=False,
+        inputs=["S(1)"],
+        pin={"_log_softmax": "S(1)"},
+        objective="serial",
+    )
     call = next(node for node in plan.graph.graph.nodes if "log_softmax" in node.name)
     assert call.meta["candidates"].apart(plan.assignment.choices[call.name])
     space = LimitedSpace(plan.graph, plan.mesh, {}, {})
@@ -273,11 +317,21 @@ def test_of_a_call_that_is_taken_apart_a_result_that_nothing_reads_is_alive_no_l
         def forward(self, x: Tensor) -> Tensor:
             return torch.nn.functional.layer_norm(2 * x, (40,))
 
-    plan = sbpc.plan(Normed(), (torch.randn(6, 40),), Mesh(x=2), train=False, inputs=["S(1)"], pin={"native_layer_norm": "S(1)"}, objective="serial")
+    plan = sbpc.plan(
+        Normed(),
+        (torch.randn(6, 40),),
+        Mesh(x=2),
+        train=False,
+        inputs=["S(1)"],
+        pin={"native_layer_norm": "S(1)"},
+        objective="serial",
+    )
     call = next(node for node in plan.graph.graph.nodes if node.name == "native_layer_norm")
     assert call.meta["candidates"].apart(plan.assignment.choices[call.name])
     space = LimitedSpace(plan.graph, plan.mesh, {}, {})
-    assert bytes_in(space, plan.assignment, bytes_alive_in_every_plan(plan.graph, call, 0)) <= alive(plan)[call.name] - 8
+    assert (
+        bytes_in(space, plan.assignment, bytes_alive_in_every_plan(plan.graph, call, 0)) <= alive(plan)[call.name] - 8
+    )
 
 
 WIDE, SMALL = Mesh(x=4, cluster="a100"), Mesh(x=2, y=2, cluster="h100")
@@ -289,7 +343,9 @@ PROVED = [
 
 
 @pytest.mark.parametrize(("name", "sizes", "mesh", "share"), PROVED, ids=str)
-def test_a_small_plan_under_a_limit_is_proved_to_be_the_best(name: str, sizes: dict[str, int], mesh: Mesh, share: float) -> None:
+def test_a_small_plan_under_a_limit_is_proved_to_be_the_best(
+    name: str, sizes: dict[str, int], mesh: Mesh, share: float
+) -> None:
     model = models.MODELS[name](**sizes)
     free = sbpc.plan(*model, mesh, objective="serial")
     plan = sbpc.plan(*model, mesh, memory=share * free.cost.memory["total"], objective="serial")
@@ -323,7 +379,10 @@ def test_no_plan_under_the_limit_is_faster_than_the_bound(seeds: int, most: int)
     tighter = made = 0
     for seed in range(seeds):
         draws = random.Random(seed)
-        program = [("mm", False), *draws.choices([("relu", False), ("add", False), ("add", True)], k=draws.randint(0, 1))]
+        program = [
+            ("mm", False),
+            *draws.choices([("relu", False), ("add", False), ("add", True)], k=draws.randint(0, 1)),
+        ]
         width, batch, share = draws.choice((6, 8, 12)), draws.choice((1, 2, 4, 8)), draws.uniform(0.6, 0.95)
         cluster = dataclasses.replace(CLUSTERS["ideal"], peak=CLUSTERS["ideal"].peak * draws.choice((10, 100)))
         mesh = Mesh(x=draws.choice((2, 3)), cluster=cluster)

@@ -23,7 +23,12 @@ from tests import models
 from tests.compare import compare, eager, largest_error, relative_error
 
 aten = torch.ops.aten
-NETS: dict[str, dict[str, Any]] = {"mlp": {}, "gpt2": {"batch": 4, "layers": 1}, "resnet": {"batch": 8, "layers": 1}, "batch_norm": {"bias": False}}
+NETS: dict[str, dict[str, Any]] = {
+    "mlp": {},
+    "gpt2": {"batch": 4, "layers": 1},
+    "resnet": {"batch": 8, "layers": 1},
+    "batch_norm": {"bias": False},
+}
 LAN = Cluster("lan", 1e10, 1e10, 5e-7, 1, 2e-6, 24e6, 2e-6, 24e6)
 
 
@@ -140,7 +145,9 @@ def test_a_step_that_is_no_loop_is_written_out() -> None:
     layer, x = nn.Linear(4, 3), torch.randn(8, 4)
     summed = sbpc.plan(layer, (x,), Mesh(x=2), loss=Tensor.mean, microbatches=4)
     assert summed.loop is not None and summed.axis is None and summed.graph is summed.chunks[0].graph
-    assert summed.certify(seconds=1) == summed.cost.gap and summed.check_bound().bound <= summed.cost.seconds * (1 + 1e-9)
+    assert summed.certify(seconds=1) == summed.cost.gap and summed.check_bound().bound <= summed.cost.seconds * (
+        1 + 1e-9
+    )
     with pytest.raises(LoopError, match="needs the whole batch's value of this op"):
         loop_of(prepare(*models.batch_norm(bias=False)).gm, 2)
     for options in ({}, {"loss": Tensor.mean, "inputs": ["S(0)"]}):
@@ -171,7 +178,8 @@ def test_formulas_have_the_number_of_micro_batches_and_the_batch(schedule: str) 
         assert sent == pytest.approx(cost.bytes_sent["x"], rel=1e-9) if not stages else 0 < sent <= cost.bytes_sent["x"]
     assert {"b", "s", "m", "x"} <= set(map(str, named.cost.expr.free_symbols))
     bodies: list[Any] = [plan.body for plan in plans]
-    assert not any({"m", "batch"} & set(map(str, body.cost.memory_expr.free_symbols)) for body in bodies)  # formulas of their own
+    # formulas of their own
+    assert not any({"m", "batch"} & set(map(str, body.cost.memory_expr.free_symbols)) for body in bodies)
 
 
 def test_gradients_of_arguments_are_joined() -> None:
@@ -182,7 +190,8 @@ def test_gradients_of_arguments_are_joined() -> None:
     run = sbpc.simulate(plan, layer, (x,))
     layer(x).mean().backward()
     assert plan.loop is not None and relative_error(run.input_gradients[0], x.grad, 1e-6) <= 1e-12
-    with pytest.raises(PlanError, match="1 tangents for 0 differentiable outputs"):  # rather than gradients of another number
+    # rather than gradients of another number
+    with pytest.raises(PlanError, match="1 tangents for 0 differentiable outputs"):
         sbpc.simulate(plan, layer, (x,), tangents=torch.tensor(2.0))
 
 

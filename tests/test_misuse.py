@@ -175,8 +175,14 @@ def total_norms() -> list[str]:
     grads = {name: each.grad for name, each in module.named_parameters()}
     for name, grad in grads.items():
         torch.testing.assert_close(grad.norm().item(), model.get_parameter(name).grad.norm().item())  # type: ignore[union-attr]
-    clips = [lambda each=each: nn.utils.clip_grad_norm_(module.parameters(), 0.01, foreach=each) for each in (None, False, True)]
-    by_hand = [lambda: nn.utils.get_total_norm(grads.values()), lambda: torch.stack([each.norm() for each in grads.values()]).norm()]
+    clips = [
+        lambda each=each: nn.utils.clip_grad_norm_(module.parameters(), 0.01, foreach=each)
+        for each in (None, False, True)
+    ]
+    by_hand = [
+        lambda: nn.utils.get_total_norm(grads.values()),
+        lambda: torch.stack([each.norm() for each in grads.values()]).norm(),
+    ]
     return [error(each) for each in (*clips, *by_hand)]
 
 
@@ -222,17 +228,27 @@ def kept_elsewhere() -> float:
             for each in module.parameters():
                 each.add_(1)
         dcp.load(module.state_dict(), checkpoint_id=folder)
-        found += max(float((each - before[name]).full_tensor().abs().max()) for name, each in module.state_dict().items())
+        found += max(
+            float((each - before[name]).full_tensor().abs().max()) for name, each in module.state_dict().items()
+        )
     return found
 
 
 CASES: dict[str, Callable[[], Any]] = {
-    "penalty": penalty, "create_graph alone": create_graph_alone, "written by hand": lambda: written(by_hand),
-    "written by foreach": lambda: written(by(foreach=True)), "written by fused": lambda: written(by(fused=True)),
-    "written by a loop": lambda: written(by(foreach=False)), "written but not read": written_but_not_read,
+    "penalty": penalty,
+    "create_graph alone": create_graph_alone,
+    "written by hand": lambda: written(by_hand),
+    "written by foreach": lambda: written(by(foreach=True)),
+    "written by fused": lambda: written(by(fused=True)),
+    "written by a loop": lambda: written(by(foreach=False)),
+    "written but not read": written_but_not_read,
     "fused SGD": lambda: fused(torch.optim.SGD, momentum=0.9, nesterov=True),
-    "fused Adagrad": lambda: fused(torch.optim.Adagrad), "parametrized": parametrized, "elsewhere": elsewhere,
-    "changing floats": changing_floats, "total norms": total_norms, "pickles": pickles,
+    "fused Adagrad": lambda: fused(torch.optim.Adagrad),
+    "parametrized": parametrized,
+    "elsewhere": elsewhere,
+    "changing floats": changing_floats,
+    "total norms": total_norms,
+    "pickles": pickles,
     "kept elsewhere": kept_elsewhere,
 }
 TWICE = (
@@ -312,7 +328,8 @@ def odd_calls(value: Any, model: nn.Module, x: Tensor, plan: sbpc.Plan, stages: 
     names = "kwargs loss targets train optimizer dtype memory pin inputs outputs spread objective dynamic microbatches panels stages recompute"
     mesh = plan.mesh
     calls: dict[str, Callable[[], Any]] = {
-        f"plan {name}": functools.partial(sbpc.plan, model, (x,), mesh, **{name: value}) for name in f"{names} schedule capture".split()
+        f"plan {name}": functools.partial(sbpc.plan, model, (x,), mesh, **{name: value})
+        for name in f"{names} schedule capture".split()
     }
     calls |= {
         "plan model": lambda: sbpc.plan(value, (x,), mesh),
@@ -357,7 +374,8 @@ def odd_calls(value: Any, model: nn.Module, x: Tensor, plan: sbpc.Plan, stages: 
             f"{name} seed": functools.partial(sbpc.simulate, each, model, (x,), seed=value),
             f"{name} layout": functools.partial(each.layout, value),
             f"{name} explain": functools.partial(each.explain, value),
-            f"{name} diff": functools.partial(each.diff, value), f"{name} save": functools.partial(each.save, value),
+            f"{name} diff": functools.partial(each.diff, value),
+            f"{name} save": functools.partial(each.save, value),
             f"{name} page": functools.partial(each.save_page, value),
             f"{name} trace": functools.partial(each.save_trace, value),
             f"{name} parallelize": functools.partial(sbpc.parallelize, value, each),
@@ -366,7 +384,9 @@ def odd_calls(value: Any, model: nn.Module, x: Tensor, plan: sbpc.Plan, stages: 
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_what_fits_nowhere_is_refused_by_an_error_of_ours(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fits_nowhere_is_refused_by_an_error_of_ours(
+    name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     model, x = Net(), torch.randn(4, 6)

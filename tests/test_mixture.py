@@ -21,7 +21,10 @@ class Mixture(nn.Module):
         super().__init__()
         self.chosen, self.room = chosen, room
         self.first, self.gate = nn.Linear(width, width), nn.Linear(width, experts, bias=False)
-        self.up, self.down = nn.Parameter(torch.randn(experts, width, hidden)), nn.Parameter(torch.randn(experts, hidden, width))
+        self.up, self.down = (
+            nn.Parameter(torch.randn(experts, width, hidden)),
+            nn.Parameter(torch.randn(experts, hidden, width)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:  # group, token, feature
         x = F.gelu(self.first(x))
@@ -37,7 +40,10 @@ class Mixture(nn.Module):
 
 @pytest.mark.parametrize(
     ("sizes", "groups"),
-    [((4096, 14_336, 8, 2, 1024), (8, 4096)), pytest.param((2048, 1408, 64, 6, 192), (8, 2048), marks=pytest.mark.prove)],
+    [
+        ((4096, 14_336, 8, 2, 1024), (8, 4096)),
+        pytest.param((2048, 1408, 64, 6, 192), (8, 2048), marks=pytest.mark.prove),
+    ],
     ids=["Mixtral", "DeepSeek"],
 )
 def test_the_solver_splits_the_experts_where_it_is_cheapest(sizes: tuple[int, ...], groups: tuple[int, int]) -> None:
@@ -47,7 +53,9 @@ def test_the_solver_splits_the_experts_where_it_is_cheapest(sizes: tuple[int, ..
     plan = sbpc.plan(model, (x,), Mesh(ranks=8, cluster="h100"), objective="serial")
     assert [str(plan.layout(name)) for name in ("up", "down", "gate.weight")] == ["[S(0)]", "[S(0)]", "[B]"]
     steps = [node for node in plan.boxed.graph.nodes if "step" in node.meta and node.meta["step"].collective in WIRE]
-    moved = [(node.meta["phase"], node.meta["val"].numel()) for node in steps if node.meta["step"].collective == "all_to_all"]
+    moved = [
+        (node.meta["phase"], node.meta["val"].numel()) for node in steps if node.meta["step"].collective == "all_to_all"
+    ]
     width, _, experts, _, room = sizes
     rows = experts * groups[0] * room * width
     assert moved == [("forward", rows), ("forward", rows), ("backward", rows), ("backward", rows)]

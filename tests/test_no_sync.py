@@ -59,7 +59,12 @@ def batch(seed: int, rows: int = 10) -> tuple[Tensor, Tensor, Tensor]:
 
 
 C10D = torch.ops._c10d_functional
-SENDING = C10D.all_reduce.default, C10D.reduce_scatter_tensor.default, C10D.all_gather_into_tensor.default, C10D.all_to_all_single.default
+SENDING = (
+    C10D.all_reduce.default,
+    C10D.reduce_scatter_tensor.default,
+    C10D.all_gather_into_tensor.default,
+    C10D.all_to_all_single.default,
+)
 
 
 class Sent(TorchDispatchMode):
@@ -84,7 +89,10 @@ def sent(run: Callable[[], Any]) -> Counter[tuple[str, int]]:
 
 def gradients(module: nn.Module) -> dict[str, Any]:
     """Whole gradients by name, copied."""
-    return {name: None if p.grad is None else getattr(p.grad, "full_tensor", lambda g=p.grad: g)().clone() for name, p in module.named_parameters()}
+    return {
+        name: None if p.grad is None else getattr(p.grad, "full_tensor", lambda g=p.grad: g)().clone()
+        for name, p in module.named_parameters()
+    }
 
 
 def by_halves(module: Any, args: Any) -> Any:
@@ -102,13 +110,21 @@ def accumulate(plan: sbpc.Plan) -> dict[str, Any]:
     found: dict[str, Any] = {}
     module: Any = sbpc.parallelize(model_of(), plan)
     called = list[str]()
-    hooks = [p.register_post_accumulate_grad_hook(lambda p: called.append("hook")) for p in module.parameters() if p.requires_grad]
+    hooks = [
+        p.register_post_accumulate_grad_hook(lambda p: called.append("hook"))
+        for p in module.parameters()
+        if p.requires_grad
+    ]
     with module.no_sync():
         by_step(module, batch(0))
     found["called"] = called
     for hook in hooks:
         hook.remove()
-    for name, kinds in {"halves": [by_halves] * 3, "steps": [by_step] * 3, "mixed": [by_step, by_halves, by_step]}.items():
+    for name, kinds in {
+        "halves": [by_halves] * 3,
+        "steps": [by_step] * 3,
+        "mixed": [by_step, by_halves, by_step],
+    }.items():
         module.zero_grad()
         for seed, run in enumerate(kinds):
             args = batch(seed)
@@ -163,7 +179,11 @@ def planned(mesh: str, expert: str) -> sbpc.Plan:
     return sbpc.plan(*given) if expert == "solved" else sbpc.baseline(expert, *given)
 
 
-@pytest.fixture(scope="module", params=[(2, CASES), (4, CASES), *(pytest.param((ranks, LONG), marks=pytest.mark.prove) for ranks in (2, 4))], ids=["2", "4", "2 long", "4 long"])
+@pytest.fixture(
+    scope="module",
+    params=[(2, CASES), (4, CASES), *(pytest.param((ranks, LONG), marks=pytest.mark.prove) for ranks in (2, 4))],
+    ids=["2", "4", "2 long", "4 long"],
+)
 def ranks(request: pytest.FixtureRequest) -> list[Any]:
     """What all ranks have in all cases of so many ranks."""
     count, cases = request.param
@@ -200,18 +220,28 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, value in expected.items():
         assert (found[name] is None) == (value is None), name
         if value is not None:
-            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                found[name], value, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
-
-
-OPS = {"all_gather": "all_gather_into_tensor", "all_reduce": "all_reduce", "all_to_all": "all_to_all_single", "reduce_scatter": "reduce_scatter_tensor"}
-LINEAR = torch.ops.aten.add.Tensor, torch.ops.aten.reshape.default, torch.ops.aten.view.default  # sums of a tied parameter's gradients
+OPS = {
+    "all_gather": "all_gather_into_tensor",
+    "all_reduce": "all_reduce",
+    "all_to_all": "all_to_all_single",
+    "reduce_scatter": "reduce_scatter_tensor",
+}
+# sums of a tied parameter's gradients
+LINEAR = torch.ops.aten.add.Tensor, torch.ops.aten.reshape.default, torch.ops.aten.view.default
 
 
 def gradients_boxing(plan: sbpc.Plan) -> Counter[str]:
     """How many collectives of each kind are between what the backward computes of parameters' gradients and these."""
-    ends = [node for port, node in zip(plan.ports.outputs, results(plan.boxed)) if port.kind == GRADIENT and node is not None]
+    ends = [
+        node
+        for port, node in zip(plan.ports.outputs, results(plan.boxed))
+        if port.kind == GRADIENT and node is not None
+    ]
     found, seen = Counter[str](), set[Node]()
     while ends:
         node = ends.pop()
@@ -273,7 +303,9 @@ def misuse(folder: str) -> list[str]:
     checkpoints.save(1, module)
     checkpoints.wait()
     said.append("saved")
-    low: Any = sbpc.parallelize(model, sbpc.plan(model, (x,), mesh, pin={"*": "B"}, inputs=["S(0)"], dtype=torch.bfloat16))
+    low: Any = sbpc.parallelize(
+        model, sbpc.plan(model, (x,), mesh, pin={"*": "B"}, inputs=["S(0)"], dtype=torch.bfloat16)
+    )
     with low.no_sync():
         low.step(x.chunk(2)[torch.distributed.get_rank()])
     held = vars(low)["_sbpc_weights"].sums.held

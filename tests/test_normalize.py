@@ -201,7 +201,9 @@ def test_every_loss_keeps_its_value_and_gradient():
             args = x(4, 6, dtype=torch.float64).requires_grad_(), x(4, 6, dtype=torch.float64).flip(0)
             gm = normalize(capture(model, args))
             assert_equal(gm, *eager(model, args), tolerance=1e-14)
-            numbers = [node.args for node in gm.graph.nodes if "loss" in str(node.target) or "entropy" in str(node.target)]
+            numbers = [
+                node.args for node in gm.graph.nodes if "loss" in str(node.target) or "entropy" in str(node.target)
+            ]
             assert numbers  # and 1 is torch's number for a mean:
             assert not [arg for args in numbers for arg in args if type(arg) is int and arg == 1]
 

@@ -93,7 +93,9 @@ def in_place(c: Columns) -> Any:
 
 def stock_sgd(c: Columns) -> Any:
     p, g, m = clones(*c[:3])
-    sgd.sgd(p, g, m, foreach=True, weight_decay=0.01, momentum=0.9, lr=0.1, dampening=0.1, nesterov=True, maximize=False)
+    sgd.sgd(
+        p, g, m, foreach=True, weight_decay=0.01, momentum=0.9, lr=0.1, dampening=0.1, nesterov=True, maximize=False
+    )
     return p, m
 
 

@@ -121,7 +121,9 @@ def test_an_op_that_can_have_no_rule_is_refused():
 
 def test_an_op_that_is_no_function_is_refused():
     secret, dice = (refused(op, "*a -> *a", (x(3, 4),)) for op in ("own::secret", "own::dice"))
-    assert secret.startswith("own.secret.default(float64[3, 4]) changes its operands, though its schema does not say so")
+    assert secret.startswith(
+        "own.secret.default(float64[3, 4]) changes its operands, though its schema does not say so"
+    )
     assert dice.startswith("own.dice.default(float64[3, 4]) gives other values when it is run again")
 
 
@@ -133,8 +135,12 @@ def test_the_examples_are_left_as_they_were():
 
 def test_examples_that_prove_nothing_are_refused():
     examples = (x(3, 1), x(1)), (torch.zeros(3, 4), x(4)), x(3), (x(3, 4), x(5)), (x(3, 4).to("meta"), x(4))
-    single, zeros, bare, wrong, meta = (refused("own::scale", "a d, d -> a d ; lin(0)", example) for example in examples)
-    assert single.startswith("own.scale.default: no example splits the factor 'd', which has one element in all of them")
+    single, zeros, bare, wrong, meta = (
+        refused("own::scale", "a d, d -> a d ; lin(0)", example) for example in examples
+    )
+    assert single.startswith(
+        "own.scale.default: no example splits the factor 'd', which has one element in all of them"
+    )
     assert "with B, B -> B, on 2 ranks output 0 passes as P" in zeros
     assert bare == "an example for own.scale.default is a Tensor\n  Give a tuple of its arguments."
     assert wrong.startswith("an example for own.scale.default fails: The size of tensor a (4) must match")
@@ -224,7 +230,11 @@ def test_the_rules_of_a_reviewed_file_are_alternatives(tmp_path):
 
 
 def test_a_reviewed_file_that_is_wrong_is_an_error_with_its_line(tmp_path):
-    for line, what in [("own::scale a d -> a d", "no operand for the tensor 'w'"), ("own::nope a -> a", "there is no op"), ("aten::relu a -> a", "has a rule already")]:
+    for line, what in [
+        ("own::scale a d -> a d", "no operand for the tensor 'w'"),
+        ("own::nope a -> a", "there is no op"),
+        ("aten::relu a -> a", "has a rule already"),
+    ]:
         (tmp_path / "rules.txt").write_text(f"\n{line}\n")
         with pytest.raises(RuleError, match=r"rules\.txt, line 2: ") as error:
             sbpc.load_rules(tmp_path / "rules.txt")

@@ -95,9 +95,16 @@ def test_every_tag_is_closed_and_every_row_reads_rows(page: str) -> None:
 
 def test_equal_blocks_stand_once(plan: sbpc.Plan, page: str) -> None:
     rows = model_map(plan)
-    assert [row.label for row in rows if row.depth == 0] == ["tokens.weight", "positions.weight", "blocks.{0-3}", "norm"]
+    assert [row.label for row in rows if row.depth == 0] == [
+        "tokens.weight",
+        "positions.weight",
+        "blocks.{0-3}",
+        "norm",
+    ]
     blocks = next(row for row in rows if row.label == "blocks.{0-3}")
-    assert blocks.times == 4 and blocks.bytes == 4 * sum(row.bytes // 4 for row in rows if row.depth == 1 and row.times == 4)
+    assert blocks.times == 4 and blocks.bytes == 4 * sum(
+        row.bytes // 4 for row in rows if row.depth == 1 and row.times == 4
+    )
     assert sum(row.bytes for row in rows if row.depth == 0) == plan.cost.memory["parameters"]
     assert '<span class="times">× 4</span>' in page and "blocks.3.up.weight" not in page.partition("<script")[0]
 
@@ -119,7 +126,7 @@ def test_folded_rows_stand_for_all(plan: sbpc.Plan) -> None:
 
 def test_alternatives_are_those_of_explain(plan: sbpc.Plan, page: str) -> None:
     best = plan.explain("blocks.0.down.weight").alternatives[0]
-    row = page.partition('data-name="blocks.0.down.weight"')[2].partition("<tr class=\"parameter\"")[0]
+    row = page.partition('data-name="blocks.0.down.weight"')[2].partition('<tr class="parameter"')[0]
     assert f"<code>{best.layout}</code>" in row and "all_gather over tensor" in row
 
 
@@ -237,14 +244,28 @@ def test_in_a_browser_search_filters_and_clicks_work_without_errors(plan: sbpc.P
     peak = max(data_of(page)["moments"], key=lambda moment: moment[1])
     script = f"const peak = {peak[0]}; {SCRIPT}"
     (tmp_path / "page.html").write_text(page.replace("</body>", f"<script>{script}</script></body>"))
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=5000"]
-    ran = subprocess.run([*command, "--dump-dom", f"file://{tmp_path}/page.html"], capture_output=True, text=True, timeout=120)
+    command = [
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        "--virtual-time-budget=5000",
+    ]
+    ran = subprocess.run(
+        [*command, "--dump-dom", f"file://{tmp_path}/page.html"], capture_output=True, text=True, timeout=120
+    )
     assert "CONSOLE" not in ran.stderr, ran.stderr
     found, wires, title, sources, readers, opened, before, after, box, at_peak = json.loads(
         ran.stdout.partition("DONE")[2].partition("END")[0].replace("&gt;", ">").replace("&amp;", "&")
     )
     assert "blocks.0.up.weight" in found and all("up" in name or "linear" in name for name in found)
-    assert wires == ["v boxing"] * len(wires) and len(wires) > 0 and title == "box_blocks_0_up_weight" and (sources, readers) == (1, 2)
+    assert (
+        wires == ["v boxing"] * len(wires)
+        and len(wires) > 0
+        and title == "box_blocks_0_up_weight"
+        and (sources, readers) == (1, 2)
+    )
     assert opened and not before and after and box == "250 0 500 220"
     curve = plan.memory_curve()
     assert at_peak == peak[2] == curve.calls[curve.peak]

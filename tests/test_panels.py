@@ -34,7 +34,9 @@ class Product(nn.Module):
         return x @ self.w
 
 
-def summa(panels: int | None, mesh: Mesh, size: tuple[int, int, int] = (64, 128, 96), **options: Any) -> tuple[sbpc.Plan, nn.Module, Tensor]:
+def summa(
+    panels: int | None, mesh: Mesh, size: tuple[int, int, int] = (64, 128, 96), **options: Any
+) -> tuple[sbpc.Plan, nn.Module, Tensor]:
     """SUMMA in panels: x, w and their product each in as many blocks as there are ranks."""
     rows, inner, columns = size
     model, x = Product(inner, columns), torch.randn(rows, inner, dtype=torch.float64)
@@ -47,7 +49,9 @@ def gathered(plan: sbpc.Plan) -> int:
     """The most bytes of gathered operands that are alive at once: in the layouts in which products read them."""
     life = plan.life
     made = {storage for node, storages in life.values.items() if "step" in node.meta for storage in storages}
-    return max(sum(life.size[storage] for storage in life.alive(at) if storage in made) for at in range(len(life.moments)))
+    return max(
+        sum(life.size[storage] for storage in life.alive(at) if storage in made) for at in range(len(life.moments))
+    )
 
 
 def test_the_gathered_bytes_of_summa_fall_by_the_number_of_panels() -> None:
@@ -110,7 +114,10 @@ def test_a_limit_that_only_panels_meet_is_met() -> None:
 
 def test_a_training_step_in_panels_computes_the_same() -> None:
     model, args = models.mlp()
-    whole, plan = (sbpc.baseline("fsdp", model, args, Mesh(d=2, t=2, cluster=LAN), microbatches=1, panels=count) for count in (1, 2))
+    whole, plan = (
+        sbpc.baseline("fsdp", model, args, Mesh(d=2, t=2, cluster=LAN), microbatches=1, panels=count)
+        for count in (1, 2)
+    )
     assert plan.options.panels == 2 and plan.cost.bytes_sent == pytest.approx(whole.cost.bytes_sent)
     assert largest_error(plan, model, args) <= 1e-5 and plan.verify()
 

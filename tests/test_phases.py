@@ -62,14 +62,20 @@ def test_an_op_of_one_result_is_taken_apart_though_its_parts_know_more() -> None
 
 def moved(plan: sbpc.Plan) -> Counter[tuple[str, tuple[int, ...]]]:
     """How many collectives of each kind and (global) shape a plan has."""
-    steps = [(node.meta["step"].collective, tuple(node.meta["val"].shape)) for node in plan.boxed.graph.nodes if "step" in node.meta]
+    steps = [
+        (node.meta["step"].collective, tuple(node.meta["val"].shape))
+        for node in plan.boxed.graph.nodes
+        if "step" in node.meta
+    ]
     return Counter(step for step in steps if step[0] in WIRE)
 
 
 def test_cross_entropy_over_a_split_vocabulary_moves_three_numbers_for_each_token() -> None:
     args = torch.randn(12, 32), torch.tensor([479, 0, 240, -100, 1, -100, -100, 239, 7, 8, 9, 300])
     plan = sbpc.plan(Head(), args, Mesh(tensor=2), pin={"weight.weight": "S(0)"}, objective="serial")
-    assert_expected_inline(graph_text(plan.boxed, plan.mesh), """\
+    assert_expected_inline(
+        graph_text(plan.boxed, plan.mesh),
+        """\
 weight.weight                       f32[480, 32]    S(0)    parameter
 x                                   f32[12, 32]     B       input
 targets                             i64[12]         B       input
@@ -103,16 +109,21 @@ _log_softmax_backward_data          f32[12, 480]    S(1)    aten.sub.Tensor(nll_
 permute_1                           f32[480, 12]    S(0)    aten.permute(_log_softmax_backward_data, [1, 0])
 mm_1                                f32[480, 32]    S(0)    aten.mm(permute_1, x)
 output                                                      output(div, mm_1)
-""")
+""",
+    )
     assert moved(plan) == {("all_reduce", (12, 1)): 3, ("all_reduce", ()): 2}
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.prove), 3, pytest.param(4, marks=pytest.mark.prove)])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(2, marks=pytest.mark.prove), 3, pytest.param(4, marks=pytest.mark.prove)]
+)
 def test_a_split_vocabulary_gives_the_loss_of_one_device(ranks: int) -> None:
     torch.manual_seed(0)
     model = Head(vocab=30).double()
     args = torch.randn(7, 32).double() * 10, torch.tensor([29, 0, 14, -100, 15, -100, 3])
-    plan = sbpc.plan(model, args, Mesh(tensor=ranks), pin={"weight.weight": "S(0)", "_log_softmax": "S(1)"}, objective="serial")
+    plan = sbpc.plan(
+        model, args, Mesh(tensor=ranks), pin={"weight.weight": "S(0)", "_log_softmax": "S(1)"}, objective="serial"
+    )
     assert largest_error(plan, model, args) <= 1e-12
 
 
@@ -133,7 +144,9 @@ NORMED = {"up.weight": "S(0)", "native_layer_norm": "S(1)", "down.weight": "S(1)
 
 def test_a_norm_over_a_split_dim_moves_the_mean_and_the_variance() -> None:
     plan = sbpc.plan(Normed(), (torch.randn(6, 8),), Mesh(tensor=2), pin=NORMED, train=False, objective="serial")
-    assert_expected_inline(graph_text(plan.boxed, plan.mesh), """\
+    assert_expected_inline(
+        graph_text(plan.boxed, plan.mesh),
+        """\
 up.weight                   f32[16, 8]  S(0)  parameter
 norm.weight                 f32[16]     S(0)  parameter
 norm.bias                   f32[16]     S(0)  parameter
@@ -156,7 +169,8 @@ permute_1                   f32[16, 8]  S(0)  aten.permute(down.weight, [1, 0])
 mm_1                        f32[6, 8]   P     aten.mm(getitem, permute_1)
 box_mm_1                    f32[6, 8]   B     all_reduce(mm_1)                                             # P -> B over tensor, 192 bytes
 output                                        output(box_mm_1)
-""")
+""",
+    )
 
 
 @pytest.mark.parametrize("hidden", [16, 3, pytest.param(5, marks=pytest.mark.prove)])
@@ -167,7 +181,9 @@ def test_a_norm_over_a_split_dim_that_does_not_divide_equals_one_device(hidden: 
     args = (100 + torch.randn(6, 8).double(),)
     pins = {name: layout for name, layout in NORMED.items() if hidden == 16 or "weight" not in name}
     plan = sbpc.plan(model, args, Mesh(tensor=4), pin=pins, objective="serial")
-    assert any(node.meta["candidates"].apart(plan.assignment.choices[node.name]) for node in calls(plan, "native_layer_norm"))
+    assert any(
+        node.meta["candidates"].apart(plan.assignment.choices[node.name]) for node in calls(plan, "native_layer_norm")
+    )
     assert largest_error(plan, model, args) <= 1e-12
 
 
@@ -195,7 +211,9 @@ def test_batch_norm_over_a_split_batch_has_the_statistics_of_one_device(mesh: di
         (node,) = calls(plan, name)
         assert node.meta["candidates"].apart(plan.assignment.choices[node.name]), name
     assert largest_error(plan, model, args) <= 1e-9
-    updated = [sbpc.simulate(each, model, args).buffers for each in (plan, *(random_plan(plan, seed) for seed in range(3)))]
+    updated = [
+        sbpc.simulate(each, model, args).buffers for each in (plan, *(random_plan(plan, seed) for seed in range(3)))
+    ]
     model(*args)
     for found, (name, buffer) in itertools.product(updated, model.named_buffers()):
         assert relative_error(found[name], buffer) <= 1e-12, name
@@ -293,7 +311,11 @@ def test_a_function_that_does_not_give_what_the_op_gives_is_refused(monkeypatch:
 
 @pytest.mark.parametrize(
     ("name", "cluster"),
-    [("gpt2", "h100"), ("batch_norm", None), *(pytest.param(*case, marks=pytest.mark.prove) for case in (("gpt2", None), ("batch_norm", "h100")))],
+    [
+        ("gpt2", "h100"),
+        ("batch_norm", None),
+        *(pytest.param(*case, marks=pytest.mark.prove) for case in (("gpt2", None), ("batch_norm", "h100"))),
+    ],
 )
 def test_what_the_solver_adds_up_is_what_the_boxed_graph_costs(name: str, cluster: str | None) -> None:
     model, args = models.MODELS[name](**({"layers": 1, "batch": 4} if name == "gpt2" else {}))
@@ -309,7 +331,9 @@ def test_what_the_solver_adds_up_is_what_the_boxed_graph_costs(name: str, cluste
             alias, _ = star(value, labels)
             wanted = {*targets(value, labels)} - {alias, source}  # what is made in a layout is there already
             expected += value.closure[source, alias] + sum(value.closure[alias, target] for target in wanted)
-        found = make_plan(space.gm, mesh, space.assignment(labels), 0.0, Options(objective="serial"), Stages()).cost.seconds
+        found = make_plan(
+            space.gm, mesh, space.assignment(labels), 0.0, Options(objective="serial"), Stages()
+        ).cost.seconds
         assert found == pytest.approx(expected, rel=1e-9)
     assert apart >= 12
 
@@ -331,8 +355,14 @@ def test_an_op_of_ones_own_is_split_through_a_function_of_ones_own_or_refused() 
     examples = [(torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).double(),)]
     with sbpc.rule("sbpc_phases::scaled", "b d -> b d ; via d = by_maximum", examples=examples):
         found = Case(torch.ops.sbpc_phases.scaled.default, examples[0]).match()
-        assert [str(signature) for signature in found.signatures] == ["B -> B", "S(0) -> S(0)    split b", "S(1) -> S(1)    split d"]
-    with pytest.raises(RuleError, match=r"the rule is refuted: S\(1\) -> S\(1\), split d, on 2 ranks: output 0 has other values"):
+        assert [str(signature) for signature in found.signatures] == [
+            "B -> B",
+            "S(0) -> S(0)    split b",
+            "S(1) -> S(1)    split d",
+        ]
+    with pytest.raises(
+        RuleError, match=r"the rule is refuted: S\(1\) -> S\(1\), split d, on 2 ranks: output 0 has other values"
+    ):
         sbpc.rule("sbpc_phases::scaled", "b d -> b d ; via d = by_sum", examples=examples)
 
 
@@ -341,7 +371,9 @@ def test_formulas_of_what_is_taken_apart_hold_at_other_sizes(cluster: str | None
     def planned(tokens: int, vocab: int, **options: Any) -> sbpc.Plan:
         args = torch.randn(tokens, 32), torch.randint(0, vocab, (tokens,))
         pins = {"weight.weight": "S(0)", "_log_softmax": "S(1)", "_log_softmax_backward_data": "S(1)"}
-        return sbpc.plan(Head(vocab=vocab), args, Mesh(tensor=2, cluster=cluster), pin=pins, **options, objective="serial")
+        return sbpc.plan(
+            Head(vocab=vocab), args, Mesh(tensor=2, cluster=cluster), pin=pins, **options, objective="serial"
+        )
 
     names = {"x": ("t", "h"), "targets": ("t",), "weight.weight": ("v", "h")}
     cost = planned(12, 480, dynamic=names).cost

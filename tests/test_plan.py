@@ -107,13 +107,19 @@ MESHES: list[tuple[Any, str]] = [
     (lambda: Mesh(x=0), "axis 'x' has size 0\n  The size of an axis is an integer from 1 on."),
     (lambda: Mesh(x=2.0), "axis 'x' has size 2.0\n  The size of an axis is an integer from 1 on."),  # type: ignore[arg-type]
     (lambda: Mesh(x=2, cluster="h1000"), f"no cluster is called 'h1000'\n  {OTHERS}"),
-    (lambda: Cluster("c", -1, 1, 0, 1, 0, 1, 0, 1), "cluster 'c': peak is -1\n  It is a number from 1 to 1e+30 flop/s, or infinite."),
+    (
+        lambda: Cluster("c", -1, 1, 0, 1, 0, 1, 0, 1),
+        "cluster 'c': peak is -1\n  It is a number from 1 to 1e+30 flop/s, or infinite.",
+    ),
     (
         lambda: Cluster("c", *[1] * 8, collectives=[3]),  # type: ignore[arg-type]
         "cluster 'c': collectives is [3]\n  It is a tuple of rates.",
     ),
     (lambda: Cluster.load(None), "path is None\n  Give a path."),  # type: ignore[arg-type]
-    *((lambda name=name: Mesh(x=2, cluster=name), f"no cluster is called {name!r}\n  {OTHERS}") for name in (["h100"], 3, 0, "")),
+    *(
+        (lambda name=name: Mesh(x=2, cluster=name), f"no cluster is called {name!r}\n  {OTHERS}")
+        for name in (["h100"], 3, 0, "")
+    ),
 ]
 
 
@@ -131,9 +137,23 @@ def test_what_plan_cannot_do_is_refused() -> None:
 
 
 KINDS: list[dict[str, Any]] = [
-    {"pin": {"up.weight": 3}}, {"pin": "up.weight"}, {"pin": {3: "S(0)"}}, {"inputs": "S(0)"}, {"inputs": [3]},
-    {"outputs": 5}, {"kwargs": [1]}, {"kwargs": {3: 4}}, {"dump": 3}, {"train": None}, {"optimizer": ["adamw"]},
-    {"dynamic": {3: 4}}, {"loss": 3}, {"memory": "80G"}, {"memory": float("nan")}, {"memory": -1}, {"memory": True},
+    {"pin": {"up.weight": 3}},
+    {"pin": "up.weight"},
+    {"pin": {3: "S(0)"}},
+    {"inputs": "S(0)"},
+    {"inputs": [3]},
+    {"outputs": 5},
+    {"kwargs": [1]},
+    {"kwargs": {3: 4}},
+    {"dump": 3},
+    {"train": None},
+    {"optimizer": ["adamw"]},
+    {"dynamic": {3: 4}},
+    {"loss": 3},
+    {"memory": "80G"},
+    {"memory": float("nan")},
+    {"memory": -1},
+    {"memory": True},
     {"spread": "yes"},
 ]
 
@@ -193,7 +213,12 @@ def test_unknown_names_and_ranks_are_refused() -> None:
 
 PAIRS = [
     pytest.param(net, mesh, marks=() if net == quick else pytest.mark.prove)
-    for quick, mesh in (("mlp", Mesh(x=3)), ("resnet", Mesh(data=2, tensor=2)), ("resnet", H100), ("mlp", Mesh(a=2, b=2, c=2, cluster="h100")))
+    for quick, mesh in (
+        ("mlp", Mesh(x=3)),
+        ("resnet", Mesh(data=2, tensor=2)),
+        ("resnet", H100),
+        ("mlp", Mesh(a=2, b=2, c=2, cluster="h100")),
+    )
     for net in ("mlp", "resnet")
 ]
 
@@ -260,7 +285,11 @@ def test_memory_limit_is_kept_or_refused_with_the_largest_tensors() -> None:
 
 def test_spread_stores_everything_once() -> None:
     plan = sbpc.plan(
-        nn.Linear(16, 16, bias=False), (torch.randn(16, 16),), Mesh(x=2, y=2), train=False, spread=True,
+        nn.Linear(16, 16, bias=False),
+        (torch.randn(16, 16),),
+        Mesh(x=2, y=2),
+        train=False,
+        spread=True,
         objective="bytes",
     )
     for name in ("weight", "input_1"):
@@ -317,7 +346,10 @@ HOSTILE: list[tuple[str, Any]] = [
     ("code in a placeholder", lambda body: body["chunks"][0]["graph"][0].update(target=f"x={CODE}")),
     ("code in a default", lambda body: body["chunks"][0]["graph"][0].update(args=[{"torch": CODE}])),
     ("code in a keyword", lambda body: call_in(body).update(kwargs={"dict": {f"x={CODE}": 1}})),
-    ("an op that reads files", lambda body: call_in(body).update(target="aten.from_file.default", args=["/etc/passwd"])),
+    (
+        "an op that reads files",
+        lambda body: call_in(body).update(target="aten.from_file.default", args=["/etc/passwd"]),
+    ),
     ("an op that writes", lambda body: call_in(body).update(target="aten.add_.Tensor")),
     ("strides that do not fit", lambda body: body["chunks"][0]["graph"][0].update(val=["float32", [2, 2], [-1, 1]])),
     ("a port of no kind", lambda body: body["chunks"][0]["ports"]["inputs"][0].update(kind="x")),
@@ -346,7 +378,9 @@ def test_files_with_a_good_checksum_and_bad_content_are_refused(tmp_path: Path) 
         content = json.loads(whole)
         change(content)
         body = json.dumps(content)
-        path.write_text(json.dumps(json.loads(head) | {"sha256": hashlib.sha256(body.encode()).hexdigest()}) + "\n" + body + "\n")
+        path.write_text(
+            json.dumps(json.loads(head) | {"sha256": hashlib.sha256(body.encode()).hexdigest()}) + "\n" + body + "\n"
+        )
         with pytest.raises(PlanError):
             print(what, "is taken:", sbpc.load(path))
 

@@ -78,7 +78,9 @@ def test_a_probe_infers_the_rule_that_derives_every_valid_signature():
 
 
 def test_what_one_string_cannot_say_is_listed():
-    assert str(sbpc.probe("own::mix", x(3, 4), x(3), x(4, 5))) == """\
+    assert (
+        str(sbpc.probe("own::mix", x(3, 4), x(3), x(4, 5)))
+        == """\
 # own::mix, run on (float64[3, 4], float64[3], float64[4, 5]); again on (float64[7, 10], float64[11], float64[10, 8])
 #   12 valid signatures in 18 ways to split, on 2 ranks, tried on 3 and 4
 #   valid, and not offered: P, S(0), B -> P, S(0) (no rule string says it beside the others)
@@ -87,6 +89,7 @@ def test_what_one_string_cannot_say_is_listed():
 #   valid, and not offered: S(0), S(0), B -> S(0), S(0) (no rule string says it beside the others)
 #   valid, and not offered: S(1), S(0), S(0) -> P, S(0) (no rule string says it beside the others)
 ? own::mix    a b, c, b d -> a d, c ; +b ; same(a b d -> 1) ; same(c -> 0) ; lin(0 -> 0) ; lin(2 -> 0)"""
+    )
 
 
 def test_what_is_wrong_on_uneven_sizes_is_left_out():
@@ -130,7 +133,9 @@ def test_a_signature_is_offered_only_where_every_one_derived_is_valid():
 def test_ops_that_crash_or_hang_on_some_shards_are_probed_on_the_others():
     pair = sbpc.probe("own::pair", x(6, 5), x(6, 5, seed=1))
     assert pair.rule == "a b, a b -> a b ; lin(0) ; lin(1)"
-    assert pair.remarks == ("not tried: splits of dims that do not go together, for the op does not check shapes (killed by SIGFPE)",)
+    assert pair.remarks == (
+        "not tried: splits of dims that do not go together, for the op does not check shapes (killed by SIGFPE)",
+    )
     hang = probe_call(own.hang.default, [SmallCall((x(6, 5),), {})], seconds=0.4)
     assert hang.rule == "a b -> a b ; fix a b ; lin(0)" and "(not done after 0.4 s)" in hang.remarks[0]
 
@@ -201,9 +206,12 @@ def test_what_nobody_has_reviewed_is_not_loaded(tmp_path):
     sbpc.probe("own::scale", x(4, 5), x(5)).save(file)
     with pytest.raises(RuleError) as error:
         sbpc.load_rules(file)
-    assert str(error.value) == f"""{file}, line 6: the rule of own::scale was inferred by a probe, and nobody has reviewed it
+    assert (
+        str(error.value)
+        == f"""{file}, line 6: the rule of own::scale was inferred by a probe, and nobody has reviewed it
   a b, b -> a b ; lin(0) ; lin(1)
   Remove the '?' if it is right, or put a '#' before it to go without."""
+    )
     assert registry.row(own.scale.default) is None
 
 

@@ -46,7 +46,10 @@ def test_a_line_has_no_negative_start_and_weighs_relative_errors() -> None:
 
 def test_what_small_messages_take_is_told_of_a_group_size_however_its_lines_were_fitted() -> None:
     groupings = [Grouping(2, stride, "g") for stride in (1, 2)]
-    lines = {("all_reduce", groupings[0]): LinearCost(1e-3, 5e7, 7e-3), ("all_reduce", groupings[1]): LinearCost(6.8e-3, 5e7, 0.0)}
+    lines = {
+        ("all_reduce", groupings[0]): LinearCost(1e-3, 5e7, 7e-3),
+        ("all_reduce", groupings[1]): LinearCost(6.8e-3, 5e7, 0.0),
+    }
     (rate,) = rates(lines, CLUSTERS["ethernet"])
     assert rate.least == pytest.approx(6.9e-3) and rate.latency == pytest.approx(3.9e-3 / 2)
 
@@ -60,7 +63,11 @@ def test_a_slow_spell_falls_on_one_repeat_and_long_messages_end_a_series(monkeyp
         slow = 50.0 if 48 + 16 < len(asked) <= 48 + 32 else 1.0  # in the second of five turns
         return slow * (1e-3 + message.textbook / 5e7), 1.5 * message.textbook
 
-    for name, other in (("timed_once", timed_once), ("groupings", lambda world: [grouping]), ("from_all_ranks", lambda mine: [mine, mine])):
+    for name, other in (
+        ("timed_once", timed_once),
+        ("groupings", lambda world: [grouping]),
+        ("from_all_ranks", lambda mine: [mine, mine]),
+    ):
         monkeypatch.setattr(module, name, other)
     monkeypatch.setattr(module.dist, "get_world_size", lambda: 2)
     sizes = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 25)
@@ -147,11 +154,22 @@ def test_the_command_writes_a_file_that_plans_take(tmp_path: Path, monkeypatch: 
     assert Mesh(data=2, cluster=Cluster.load(path)).cluster.name == "here"
 
 
-def test_one_device_is_measured_for_the_links_of_a_known_cluster(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_device_is_measured_for_the_links_of_a_known_cluster(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path, known = tmp_path / "cluster.json", CLUSTERS["h100"]
-    assert main(["profile", "--ranks", "1", "--repeats", "1", "--links", "h100", "-o", str(path)]) == 0, capfd.readouterr().err
+    assert main(["profile", "--ranks", "1", "--repeats", "1", "--links", "h100", "-o", str(path)]) == 0, (
+        capfd.readouterr().err
+    )
     cluster = Cluster.load(path)
-    for name in ("ranks_per_node", "intra_latency", "intra_bandwidth", "inter_latency", "inter_bandwidth", "collectives"):
+    for name in (
+        "ranks_per_node",
+        "intra_latency",
+        "intra_bandwidth",
+        "inter_latency",
+        "inter_bandwidth",
+        "collectives",
+    ):
         assert getattr(cluster, name) == getattr(known, name), name
     assert cluster.peak != known.peak and cluster.convolution != 1.0 and cluster.attention != 1.0
     assert "1 ranks" in cluster.source and "links as in 'h100'" in cluster.source
@@ -159,7 +177,9 @@ def test_one_device_is_measured_for_the_links_of_a_known_cluster(tmp_path: Path,
 
 def test_a_convolution_takes_so_many_times_as_long_as_a_product_of_as_many_flops() -> None:
     cluster = dataclasses.replace(CLUSTERS["ideal"], convolution=3.0)
-    seconds = {op: cluster.kernel_seconds(op, 1e12, 1.0) for op in ("aten.mm", "aten.convolution", "aten.convolution_backward")}
+    seconds = {
+        op: cluster.kernel_seconds(op, 1e12, 1.0) for op in ("aten.mm", "aten.convolution", "aten.convolution_backward")
+    }
     assert seconds == {"aten.mm": 1.0, "aten.convolution": 3.0, "aten.convolution_backward": 3.0}
 
 

@@ -19,7 +19,10 @@ def check_family(family: str, record_property) -> None:
     count, missing = of_family(family)
     known = explained()
     new = [line for line in missing if line not in known]
-    record_property("figure", f"{family:12} {count} signatures valid on 2 ranks, {len(missing)} that no rule offers, {len(new)} not explained")
+    record_property(
+        "figure",
+        f"{family:12} {count} signatures valid on 2 ranks, {len(missing)} that no rule offers, {len(new)} not explained",
+    )
     record_property("lacking", len(missing))
     assert count
     assert not new, "no rule offers, and tests/lacking.txt does not explain:\n" + "\n".join(new)

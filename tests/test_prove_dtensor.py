@@ -14,7 +14,9 @@ from tests.dtensor_rules import fake_mesh, signatures
 from tests.samples import case, x, y
 
 aten = torch.ops.aten
-pytestmark = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="DTensor is asked as torch 2.13 has it")
+pytestmark = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."), reason="DTensor is asked as torch 2.13 has it"
+)
 
 SILENT = (  # of the listed ops those that DTensor has nothing for, factories among them, which it makes whole
     "_assert_tensor_metadata", "_scaled_dot_product_flash_attention_for_cpu_backward", "arange",

@@ -20,6 +20,8 @@ def test_every_signature_and_every_pair_is_proved(family, record_property):
     record_property("signatures", count["signatures"])
     record_property("mutants", count["mutants"])
     record_property("pairs", count["pairs"])
-    found = f"{count['signatures']} signatures proved, {count['mutants']} mutants rejected, {count['pairs']} pairs proved"
+    found = (
+        f"{count['signatures']} signatures proved, {count['mutants']} mutants rejected, {count['pairs']} pairs proved"
+    )
     record_property("figure", f"{family:12} {len(cases)} cases, {found}")
     assert count["signatures"] and count["mutants"] and count["pairs"]

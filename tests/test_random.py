@@ -142,7 +142,9 @@ def check_noise(name: str, meshes: Mapping[str, Sequence[Mapping[str, int]]], pl
 
 
 @pytest.mark.parametrize(("method", "first"), [("light", 0), ("aot", 1)])
-def test_one_seed_gives_the_same_step_on_meshes_and_that_of_eager_torch_with_the_same_mask(method: str, first: int, float64: None) -> None:
+def test_one_seed_gives_the_same_step_on_meshes_and_that_of_eager_torch_with_the_same_mask(
+    method: str, first: int, float64: None
+) -> None:
     for name in list(NOISES)[first::2]:
         check_noise(name, {method: ({"x": 3},)}, plans=1)
 
@@ -188,7 +190,6 @@ def alpha(h: Tensor, keep: Tensor) -> Tensor:
     return a * (h * keep - limit * (1 - keep)) + a * limit * p
 
 
-
 class Met(TorchDispatchMode):
     """Notes the ops that are run."""
 
@@ -214,7 +215,9 @@ def test_the_local_program_draws_from_where_its_shard_starts() -> None:
     model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Dropout(0.5))
     pins = {"0.weight": "S(0)@b", "mm": "[S(0), S(1)]"}
     plan = sbpc.plan(model, (torch.randn(4, 4),), Mesh(a=2, b=3), train=False, pin=pins, objective="serial")
-    assert_expected_inline(graph_text(plan.local), """\
+    assert_expected_inline(
+        graph_text(plan.local),
+        """\
 0.weight                          f32[2, 4]   [B, S(0)]     parameter
 input_1                           f32[4, 4]   [B, B]        input
 seed                              i64[]       [B, B]        input
@@ -247,7 +250,8 @@ contiguous_default_2                                        aten.contiguous(box_
 all_gather_into_tensor_default_1                            _c10d_functional.all_gather_into_tensor(contiguous_default_2, 2, sbpc::a=2,b=3::a)
 box_mul_2                         f32[4, 6]   [B, B]        _c10d_functional.wait_tensor(all_gather_into_tensor_default_1)
 output                                                      output(box_mul_2)
-""")
+""",
+    )
 
 
 def test_what_is_computed_anew_draws_the_same_numbers(float64: None) -> None:

@@ -15,7 +15,8 @@ from tests.random_models import HELD, Case, digest, draw_case, elsewhere, outcom
 from tests.random_nets import Layer, Net
 
 CHUNK, FEW, LONG = 10, 200, 250
-SLOW = (0, 14, 34, 60, 68, 75, 110, 119, 131, 145, 154, 155, 160, 162, 169, 174, 186, 187)  # 3 to 19 CPU seconds each: `make prove`
+# 3 to 19 CPU seconds each: `make prove`
+SLOW = (0, 14, 34, 60, 68, 75, 110, 119, 131, 145, 154, 155, 160, 162, 169, 174, 186, 187)
 QUICK = [seed for seed in range(FEW + len(SLOW)) if seed not in SLOW]
 COS = torch.ops.aten.cos.default
 MANY = int(os.environ.get("SBPC_NETS", "20000"))
@@ -51,7 +52,15 @@ def test_a_wrong_kernel_is_found_and_its_case_made_smaller(monkeypatch: pytest.M
     monkeypatch.setitem(TABLE, COS, TABLE.get(COS))
     rule(COS, "*a -> *a", local=lambda shard: shard.call(torch.ops.aten.sin.default, *shard.args), replace=True)
     layers = tuple(Layer(kind, 0) for kind in ("pool", "cell", "rotary"))
-    net = Net(0, {"B": 2, "T": 2, "C": 2, "W": 2, "H": 1}, layers, Layer("square", 0), "x", "torch.randn(B, T, C)", ("unused",))
+    net = Net(
+        0,
+        {"B": 2, "T": 2, "C": 2, "W": 2, "H": 1},
+        layers,
+        Layer("square", 0),
+        "x",
+        "torch.randn(B, T, C)",
+        ("unused",),
+    )
     case = Case(net, {"a": 2}, {"objective": "serial", "panels": 1, "microbatches": 1})
     kind, _ = outcome(case)
     assert kind == "numbers of the plan"
@@ -61,8 +70,12 @@ def test_a_wrong_kernel_is_found_and_its_case_made_smaller(monkeypatch: pytest.M
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("seeds", [SLOW, *(range(first, first + LONG) for first in range(FEW, FEW + MANY, LONG))], ids=str)
-def test_thousands_of_random_models_have_the_numbers_of_one_device(seeds: Sequence[int], record_property: Callable[[str, object], None]) -> None:
+@pytest.mark.parametrize(
+    "seeds", [SLOW, *(range(first, first + LONG) for first in range(FEW, FEW + MANY, LONG))], ids=str
+)
+def test_thousands_of_random_models_have_the_numbers_of_one_device(
+    seeds: Sequence[int], record_property: Callable[[str, object], None]
+) -> None:
     """Prints what was refused, and how often. 1.3 CPU seconds a model: seven CPU hours for all."""
     counts = check(seeds)
     assert counts[""] >= 0.75 * len(seeds), counts

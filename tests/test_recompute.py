@@ -42,7 +42,8 @@ class Layer(nn.Module):
         self.heads, self.dropout = heads, dropout
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query, self.value, self.proj = (nn.Linear(width, width) for _ in range(3))
-        self.key = nn.Linear(width, width, bias=False)  # softmax ignores it: its gradient would be zero but for rounding
+        # softmax ignores it: its gradient would be zero but for rounding
+        self.key = nn.Linear(width, width, bias=False)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +80,9 @@ class Residual(nn.Module):
 
 
 def mlp() -> models.Model:
-    blocks = (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2))
+    blocks = (
+        nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2)
+    )
     return nn.Sequential(*blocks), (torch.randn(8, 8, requires_grad=True),)
 
 
@@ -138,12 +141,26 @@ def kept_step(net: str) -> Any:
 
 
 WHOLE, HALVES = (Mesh(x=2), 1), (Mesh(x=2, y=2, cluster="h100"), 2)
-QUICK = [("mlp", "selective", WHOLE), ("mlp", "full", HALVES), ("resnet", "full", HALVES), ("transformer", "selective", WHOLE)]
-LONG = [("resnet", "selective", WHOLE), ("transformer", "selective", HALVES), ("transformer", "full", WHOLE), ("transformer", "full", HALVES)]
+QUICK = [
+    ("mlp", "selective", WHOLE),
+    ("mlp", "full", HALVES),
+    ("resnet", "full", HALVES),
+    ("transformer", "selective", WHOLE),
+]
+LONG = [
+    ("resnet", "selective", WHOLE),
+    ("transformer", "selective", HALVES),
+    ("transformer", "full", WHOLE),
+    ("transformer", "full", HALVES),
+]
 
 
-@pytest.mark.parametrize(("net", "form", "parts"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.prove) for case in LONG)], ids=str)
-def test_every_form_has_the_numbers_of_the_step_that_keeps_everything(net: str, form: str, parts: tuple[Mesh, int]) -> None:
+@pytest.mark.parametrize(
+    ("net", "form", "parts"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.prove) for case in LONG)], ids=str
+)
+def test_every_form_has_the_numbers_of_the_step_that_keeps_everything(
+    net: str, form: str, parts: tuple[Mesh, int]
+) -> None:
     kept, (model, args) = kept_step(net), made(net)
     plan = planned(net, form, *parts)
     plan.verify()
@@ -196,7 +213,11 @@ def test_what_reads_a_buffer_that_the_step_writes_is_kept() -> None:
     torch.set_default_dtype(torch.float64)
     model, args = nn.Sequential(Counting(), nn.Linear(6, 2)), (torch.randn(4, 6),)
     plan = sbpc.plan(model, args, Mesh(x=2), recompute="full", microbatches=1)
-    scaled = [node.name for node in plan.graph.graph.nodes if node.target is aten.mul.Tensor and node.meta["phase"] == "forward"]
+    scaled = [
+        node.name
+        for node in plan.graph.graph.nodes
+        if node.target is aten.mul.Tensor and node.meta["phase"] == "forward"
+    ]
     assert "exp" in again(plan) and scaled and not set(scaled) & set(again(plan))
     kept = sbpc.plan(model, args, Mesh(x=1), microbatches=1)
     assert differences(sbpc.simulate(plan, model, args), sbpc.simulate(kept, model, args)) <= 1e-10
@@ -224,7 +245,9 @@ class Owned(nn.Module):
 
 
 def test_an_op_of_the_users_own_is_not_called_again() -> None:
-    plan = sbpc.plan(nn.Sequential(Owned(), nn.Linear(6, 2)), (torch.randn(4, 6),), Mesh(x=1), recompute="full", microbatches=1)
+    plan = sbpc.plan(
+        nn.Sequential(Owned(), nn.Linear(6, 2)), (torch.randn(4, 6),), Mesh(x=1), recompute="full", microbatches=1
+    )
     calls = [node for node in plan.graph.graph.nodes if "own.logged" in str(node.target)]
     assert len(calls) == 1 and again(plan)
 
@@ -241,7 +264,11 @@ def test_what_is_dropped_is_not_held_and_the_peak_is_as_predicted(net: str) -> N
         found = sbpc.simulate(plan, model, args).peak_memory
         assert abs(plan.life.peak - found) <= 0.05 * found
         held.append(found)
-        assert (0 < plan.cost.recompute_seconds < plan.cost.compute_seconds) == ("recompute " in str(plan)) == (form != "none")
+        assert (
+            (0 < plan.cost.recompute_seconds < plan.cost.compute_seconds)
+            == ("recompute " in str(plan))
+            == (form != "none")
+        )
     assert held[2] < 0.85 * held[0] and held[1] <= held[0]
 
 
@@ -255,7 +282,9 @@ def peak_of(model: nn.Module, args: Any, count: int, form: str) -> int:
     plan = sbpc.plan(model, args, Mesh(x=1, cluster="h100"), recompute=form, microbatches=count)
     found = sbpc.simulate(plan, model, args).peak_memory
     held = plan.cost.memory["total"] - plan.cost.memory["optimizer"]
-    assert held == found if count == 1 else abs(held - found) <= 1e-3 * found, "the losses of earlier micro-batches are not counted"
+    assert held == found if count == 1 else abs(held - found) <= 1e-3 * found, (
+        "the losses of earlier micro-batches are not counted"
+    )
     return found
 
 
@@ -266,7 +295,9 @@ def test_what_is_computed_again_waits_for_its_gradient_however_calls_are_ordered
     boxed = sbpc.baseline("megatron", model, args, mesh, recompute="full", microbatches=1).unscheduled
     calls, after = [node for node in boxed.graph.nodes if node.op == "call_function"], awaited_gradients(boxed)
     assert after and all(after.values())
-    orders = [ordered(boxed, *list_schedule(calls, works(boxed, mesh), rule="order", after=waits)) for waits in (after, {})]
+    orders = [
+        ordered(boxed, *list_schedule(calls, works(boxed, mesh), rule="order", after=waits)) for waits in (after, {})
+    ]
     waiting, early = (Life.of(gm, mesh).peak for gm in orders)
     assert waiting <= 1.05 * Life.of(boxed, mesh).peak < 1.3 * waiting < early
 
@@ -281,7 +312,9 @@ def test_auto_computes_again_only_where_memory_asks_for_it() -> None:
     free = sbpc.plan(model, args, mesh, **options)
     total = free.cost.memory["total"]
     full = sbpc.plan(model, args, mesh, recompute="full", memory=0.7 * total, **options)
-    wide, tight = (sbpc.plan(model, args, mesh, memory=share * total, recompute="auto", **options) for share in (1.01, 0.7))
+    wide, tight = (
+        sbpc.plan(model, args, mesh, memory=share * total, recompute="auto", **options) for share in (1.01, 0.7)
+    )
     assert wide.cost.recompute_seconds == 0.0 and wide.cost.seconds == free.cost.seconds
     assert tight.cost.recompute_seconds > 0.0 and tight.cost.memory["total"] <= 0.7 * total
     assert tight.options.recompute == "auto"

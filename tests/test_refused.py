@@ -113,7 +113,9 @@ def message(function: Callable[[Any, Tensor], Any], method: str = "light") -> st
 
 
 def test_every_refusal_names_the_op_and_the_line_and_says_what_to_do() -> None:
-    assert_expected_inline("\n\n".join(map(message, REFUSED)), """\
+    assert_expected_inline(
+        "\n\n".join(map(message, REFUSED)),
+        """\
 sbpc_tests.double_.default writes into its arguments
   File "tests/test_refused.py", line N, in writes
     torch.ops.sbpc_tests.double_(y)
@@ -173,7 +175,8 @@ the model's backward finds that the forward has called backward already
   Leave that to the training loop, or use autograd.grad.
 
 the model's backward uses torch.utils.checkpoint with use_reentrant=True
-  Give it use_reentrant=False.""")
+  Give it use_reentrant=False.""",
+    )
 
 
 def test_both_tracers_refuse_alike() -> None:

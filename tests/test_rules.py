@@ -126,8 +126,12 @@ def test_the_proof_refuses_a_wrong_rule(monkeypatch):
 
 def test_a_product_allows_rows_columns_the_inner_dim_and_either_partial_operand():
     assert signatures(aten.mm.default, x(4, 6), x(6, 5)) == [
-        "B, B -> B", "S(0), B -> S(0)    split m", "S(1), S(0) -> P    split k", "B, S(1) -> S(1)    split n",
-        "P, B -> P", "B, P -> P",
+        "B, B -> B",
+        "S(0), B -> S(0)    split m",
+        "S(1), S(0) -> P    split k",
+        "B, S(1) -> S(1)    split n",
+        "P, B -> P",
+        "B, P -> P",
     ]
 
 
@@ -146,7 +150,9 @@ def test_partial_times_partial_is_not_legal():
 
 def test_a_conversion_is_linear_between_floating_dtypes_only():
     for source, target, legal in [
-        (torch.float64, torch.float32, True), (torch.float64, torch.int64, False), (torch.int64, torch.float32, False),
+        (torch.float64, torch.float32, True),
+        (torch.float64, torch.int64, False),
+        (torch.int64, torch.float32, False),
         (torch.bool, torch.float32, False),
     ]:
         assert ("P -> P" in signatures(aten._to_copy.default, x(3).to(source), dtype=target)) is legal
@@ -166,7 +172,10 @@ def test_a_group_of_a_view_must_be_divided_by_the_axis_that_cuts_its_leader():
     m = case(aten.view.default, x(4, 6, 5), [24, 5]).match()
     assert m.divides == {"f0"}
     assert [str(s) for s in m.signatures] == [
-        "B -> B", "S(0) -> S(0)    split f0", "S(2) -> S(1)    split f2", "P -> P",
+        "B -> B",
+        "S(0) -> S(0)    split f0",
+        "S(2) -> S(1)    split f2",
+        "P -> P",
     ]
 
 
@@ -186,7 +195,10 @@ def test_a_view_between_any_two_shapes_is_right():
 
 def test_factors_of_one_element_give_no_signature():
     assert signatures(aten.mm.default, x(1, 6), x(6, 1)) == [
-        "B, B -> B", "S(1), S(0) -> P    split k", "P, B -> P", "B, P -> P",
+        "B, B -> B",
+        "S(1), S(0) -> P    split k",
+        "P, B -> P",
+        "B, P -> P",
     ]
 
 
@@ -213,9 +225,12 @@ def test_flops_are_one_formula_for_numbers_arrays_and_symbols():
 
 SAME = ([1, 1], [1, 1], [1, 1], False, [0, 0])
 FLOPS = [
-    (case(aten.view.default, x(4, 6), [24]), 0), (case(aten.relu.default, x(4, 6)), 24),
-    (case(aten.sum.dim_IntList, x(4, 6), [1]), 24), (case(aten.full.default, [4, 6], 1.0), 0),
-    (case(aten.cat.default, [x(4, 2), x(4, 3)], 1), 0), (case(aten.cumsum.default, x(4, 6), 1), 24),
+    (case(aten.view.default, x(4, 6), [24]), 0),
+    (case(aten.relu.default, x(4, 6)), 24),
+    (case(aten.sum.dim_IntList, x(4, 6), [1]), 24),
+    (case(aten.full.default, [4, 6], 1.0), 0),
+    (case(aten.cat.default, [x(4, 2), x(4, 3)], 1), 0),
+    (case(aten.cumsum.default, x(4, 6), 1), 24),
     (case(aten.einsum.default, "bsk,kn->bsn", [x(2, 3, 4), x(4, 5)]), 2 * 2 * 3 * 4 * 5),
     (case(aten.convolution.default, x(3, 4, 5, 6), x(7, 4, 3, 3), None, *SAME, 1), 2 * 3 * 7 * 5 * 6 * 4 * 9),
     (case(aten.convolution.default, x(2, 24, 3, 4), x(12, 2, 3, 3), None, *SAME, 12), 2 * 2 * 12 * 3 * 4 * 2 * 9),
@@ -233,8 +248,11 @@ def test_a_local_kernel_emits_what_it_runs():
     m = case(aten.mean.dim, x(4, 6), [1], True).match()
     calls = []
     m.localize(
-        lambda op, *args, **kwargs: calls.append((str(op), args, kwargs)) or "sum", ["x", [1], True], {},
-        {"k0": 4, "r1": 3}, {},
+        lambda op, *args, **kwargs: calls.append((str(op), args, kwargs)) or "sum",
+        ["x", [1], True],
+        {},
+        {"k0": 4, "r1": 3},
+        {},
     )
     assert calls == [("aten.sum.dim_IntList", ("x", [1], True), {}), ("aten.div.Scalar", ("sum", 6), {})]
 

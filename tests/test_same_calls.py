@@ -24,7 +24,17 @@ from tests.faults import free_port
 from tests.processes import run_ranks
 
 DTYPES = (
-    *(torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    *(
+        torch.bool,
+        torch.uint8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+    ),
     *(torch.complex64, torch.complex128, torch.float8_e4m3fn),
 )
 
@@ -45,7 +55,11 @@ def test_a_checksum_sees_every_bit_and_the_order_and_no_strides(dtype: torch.dty
             other[byte] ^= 1 << bit
             found.add(sum_of(other.view(dtype).view(shape)))
     assert len(found) == len(bits) * (1 if dtype == torch.bool else 8) and sum_of(whole) not in found
-    for same in (whole.to(memory_format=torch.channels_last), whole.transpose(0, 2).contiguous().transpose(0, 2), whole[None].repeat(3, 1, 1, 1, 1)[1]):
+    for same in (
+        whole.to(memory_format=torch.channels_last),
+        whole.transpose(0, 2).contiguous().transpose(0, 2),
+        whole[None].repeat(3, 1, 1, 1, 1)[1],
+    ):
         assert sum_of(same) == sum_of(whole)
     assert sum_of(whole[0, 0, 0, 0]) == sum_of(whole[0, 0, 0, 0].clone()) and sum_of(whole[:0]) == 0
     rows = torch.arange(6).to(dtype).view(6, 1) if dtype != torch.bool else torch.tensor([[True], [False], [True]])
@@ -93,7 +107,10 @@ def said(call: Callable[[], Any]) -> str:
 def ways(plans: dict[str, Any], exported: str) -> dict[str, list[str]]:
     """On a rank: by way to run a module what is said of batches of its own, and before of the same ones. torch.compile also of weights."""
     flat, staged, loop = (sbpc.parallelize(Net(), plans[name]) for name in ("flat", "staged", "loop"))
-    evaluated, loaded = sbpc.parallelize(Net(), plans["flat"], evaluate=plans["evaluate"]), sbpc.load_module(exported, weights="zeros")
+    evaluated, loaded = (
+        sbpc.parallelize(Net(), plans["flat"], evaluate=plans["evaluate"]),
+        sbpc.load_module(exported, weights="zeros"),
+    )
     compiled = torch.compile(Net(), backend="sbpc", options={"mesh": Mesh(a=2)})
     calls = {
         "call": evaluated, "step": flat.step, "stages": staged.step, "loop": loop.step, "loaded": loaded, "compiled": compiled,
@@ -105,7 +122,9 @@ def ways(plans: dict[str, Any], exported: str) -> dict[str, list[str]]:
         other.down.bias[2] += dist.get_rank()
     of_weights = said(lambda: torch.compile(other, backend="sbpc", options={"mesh": Mesh(a=2)})(*ARGS))
     assert of_weights.startswith("PlanError: down.bias is not the same on rank 1 as on rank 0\n"), of_weights
-    return {way: [said(lambda call=call: call(*ARGS)), said(lambda call=call: call(*own))] for way, call in calls.items()}
+    return {
+        way: [said(lambda call=call: call(*ARGS)), said(lambda call=call: call(*own))] for way, call in calls.items()
+    }
 
 
 def test_ranks_with_batches_of_their_own_are_refused_however_a_module_runs(tmp_path: Path) -> None:
@@ -163,7 +182,11 @@ def test_ranks_that_part_later_or_make_other_calls_end_with_an_error() -> None:
     found = run_ranks(parting, 2, plan)
     assert found[0] == found[1], found
     later, skipped, other = found[0]
-    assert set(later[:-1]) == {"nothing"} and "argument x is not the same" in later[-1] and "argument x is not the same" in skipped[0], found
+    assert (
+        set(later[:-1]) == {"nothing"}
+        and "argument x is not the same" in later[-1]
+        and "argument x is not the same" in skipped[0]
+    ), found
     there = "call 1 of plan 2, forward, ", "call 2 of plan 2, forward, ", "'step': 1}"
     for text, on_one, on_zero in zip(other, there, ("forward and backward", "plan 3", "'step': 0}")):
         assert text.startswith("PlanError: the ranks do not make the same call: rank 1 is in "), text
@@ -212,7 +235,10 @@ def test_the_others_say_which_rank_stands_still() -> None:
     for rank in (0, 2):
         text, ranks, seconds = found[rank]
         assert ranks == [1] and seconds < 15, found
-        assert text.startswith("rank 1 does not answer any more; its last sign of life came from ") and f"\n  rank {rank} was in" in text
+        assert (
+            text.startswith("rank 1 does not answer any more; its last sign of life came from ")
+            and f"\n  rank {rank} was in" in text
+        )
 
 
 def test_a_rank_that_is_gone_with_the_store_of_the_job_is_named_by_the_others() -> None:
@@ -254,7 +280,9 @@ def failing(plan: sbpc.Plan) -> list[str]:
 def test_a_rank_does_not_go_on_beside_others_after_a_step_that_failed_there_alone() -> None:
     for options in ({"inputs": ["S(0)", None]}, {"stages": "a", "microbatches": 2}):
         found = run_ranks(failing, 2, sbpc.plan(Net(), ARGS, Mesh(a=2), **options))
-        assert found == [["nothing"] * FIRST + [first, "LostRankError"] for first in ("NanError", "LostRankError")], options
+        assert found == [["nothing"] * FIRST + [first, "LostRankError"] for first in ("NanError", "LostRankError")], (
+            options
+        )
 
 
 def collecting(plan: sbpc.Plan) -> str:
@@ -267,4 +295,7 @@ def collecting(plan: sbpc.Plan) -> str:
 def test_a_rank_that_adds_up_gradients_alone_is_refused() -> None:
     for options in ({}, {"stages": "a", "microbatches": 2}):
         for text in run_ranks(collecting, 2, sbpc.plan(Net(), ARGS, Mesh(a=2), **options)):
-            assert text.startswith("PlanError: the ranks do not make the same call: rank 1 is in") and "within no_sync" in text, text
+            assert (
+                text.startswith("PlanError: the ranks do not make the same call: rank 1 is in")
+                and "within no_sync" in text
+            ), text

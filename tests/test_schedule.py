@@ -95,7 +95,9 @@ def random_panels(plan: Plan, seed: int) -> Plan:
     """The plan with random collectives next to products in random numbers of panels."""
     draw, found = random.Random(seed), moves(plan)
     wanted = [(move, draw.choice((2, 3, 4))) for move in draw.sample(found, len(found)) if draw.random() < 0.7]
-    return with_panels(plan, found, wanted, lambda gm, assignment: make_plan(gm, plan.mesh, assignment, 0.0, plan.options, Stages()))
+    return with_panels(
+        plan, found, wanted, lambda gm, assignment: make_plan(gm, plan.mesh, assignment, 0.0, plan.options, Stages())
+    )
 
 
 def check_random_schedules(net: str, mesh: Mesh, seeds: range) -> None:
@@ -179,20 +181,37 @@ def test_small_collectives_go_in_one_message_and_peak_bytes_are_those_counted() 
         plan = sbpc.baseline(scheme, model, args, Mesh(d=2, t=2, cluster=slow), microbatches=1)
         boxed = plan.unscheduled
         apart = min(
-            seconds_of(*list_schedule([node for node in boxed.graph.nodes if node.op == "call_function"], works(boxed, plan.mesh), rule=rule), works(boxed, plan.mesh), plan.mesh.cluster)
+            seconds_of(
+                *list_schedule(
+                    [node for node in boxed.graph.nodes if node.op == "call_function"],
+                    works(boxed, plan.mesh),
+                    rule=rule,
+                ),
+                works(boxed, plan.mesh),
+                plan.mesh.cluster,
+            )
             for rule in RULES
         )
         assert saved_by_buckets(plan) > 0 and plan.cost.seconds < apart
         assert compare(plan, model, args, outputs, gradients) <= 1e-5
         assert plan.life.peak == pytest.approx(sbpc.simulate(plan, model, args).peak_memory, rel=0.05)
-        sent = Counter(node.meta["boxed"] for node in plan.local.graph.nodes if "c10d" in str(node.target) and "wait" not in str(node.target))
-        assert set(sent.values()) == {1} and len(sent) == len({event.bucket or event.name for event in plan.timeline() if event.axis})
+        sent = Counter(
+            node.meta["boxed"]
+            for node in plan.local.graph.nodes
+            if "c10d" in str(node.target) and "wait" not in str(node.target)
+        )
+        assert set(sent.values()) == {1} and len(sent) == len(
+            {event.bucket or event.name for event in plan.timeline() if event.axis}
+        )
 
 
 def test_the_buffers_of_large_buckets_are_counted_as_they_live() -> None:
     model, args = models.gpt2(batch=12, seq=32, width=48, heads=4, layers=2)
     plan = sbpc.baseline("fsdp", model, args, Mesh(d=2, t=3, cluster=LAN), microbatches=1)
-    calls, work = [node for node in plan.unscheduled.graph.nodes if node.op == "call_function"], works(plan.unscheduled, plan.mesh)
+    calls, work = (
+        [node for node in plan.unscheduled.graph.nodes if node.op == "call_function"],
+        works(plan.unscheduled, plan.mesh),
+    )
     kinds = {node: kind_of(node) for node in calls if work[node].latency}
     order, buckets = list_schedule(calls, work, kinds=kinds)
     together, apart = with_order(plan, order, buckets), with_order(plan, order)
@@ -201,7 +220,11 @@ def test_the_buffers_of_large_buckets_are_counted_as_they_live() -> None:
 
 def test_a_bucket_of_different_collectives_is_found() -> None:
     plan, *_ = gpt_on_slow_links(microbatches=1)
-    starts = [node for node in plan.boxed.graph.nodes if "step" in node.meta and any("awaits" in user.meta for user in node.users)]
+    starts = [
+        node
+        for node in plan.boxed.graph.nodes
+        if "step" in node.meta and any("awaits" in user.meta for user in node.users)
+    ]
     other = next(node for node in starts if kind_of(node) != kind_of(starts[0]))
     for node in (starts[0], other):
         node.meta["bucket"] = starts[0].name
@@ -268,7 +291,11 @@ def test_a_narrow_window_runs_no_call_far_ahead() -> None:
     calls = [node for node in plan.unscheduled.graph.nodes if node.op == "call_function"]
     number = {node: at for at, node in enumerate(calls)}
     for window in (0, 8):
-        order = [number[node] for node, waits in list_schedule(calls, works(plan.unscheduled, plan.mesh), window)[0] if not waits]
+        order = [
+            number[node]
+            for node, waits in list_schedule(calls, works(plan.unscheduled, plan.mesh), window)[0]
+            if not waits
+        ]
         left = set(order)
         for at in order:
             assert at <= min(left) + window
@@ -312,7 +339,10 @@ def test_a_faster_plan_that_breaks_the_limit_is_not_chosen() -> None:
     """Of two plans of one graph the one that takes more bytes is faster; a limit between them leaves the other."""
     model, args = models.gpt2(batch=8, seq=16, width=64, heads=4, layers=1)
     mesh = Mesh(t=2, cluster=replace(LAN, peak=1e12))  # where every rank computes everything and sends nothing
-    whole, small = sbpc.plan(model, args, mesh, objective="serial"), sbpc.baseline("fsdp", model, args, mesh, objective="serial")
+    whole, small = (
+        sbpc.plan(model, args, mesh, objective="serial"),
+        sbpc.baseline("fsdp", model, args, mesh, objective="serial"),
+    )
     assert small.cost.memory["total"] < whole.cost.memory["total"]
     slow, fast = (replace(plan, options=replace(plan.options, objective="seconds")) for plan in (small, whole))
     assert slow.cost.seconds > 1.02 * fast.cost.seconds
@@ -329,10 +359,13 @@ def test_waits_of_a_scheduled_program_stay_and_others_are_moved() -> None:
     serial, *_ = gpt_on_slow_links(objective="serial")
     for plan, stay in ((scheduled, True), (serial, False)):
         program = prepared(plan.local, torch.device("cpu"), plan.options.overlaps, 1, len(plan.ports.outputs) - 1)
-        before, after = ([node for node in gm.graph.nodes if node.op == "call_function"] for gm in (plan.local, program))
+        before, after = (
+            [node for node in gm.graph.nodes if node.op == "call_function"] for gm in (plan.local, program)
+        )
         known = {node.name for node in before}
         assert ([node.name for node in after if node.name in known] == [node.name for node in before]) == stay
         apart = [
-            any(node.target is wait and node.all_input_nodes != [last] for last, node in itertools.pairwise(nodes)) for nodes in (before, after)
+            any(node.target is wait and node.all_input_nodes != [last] for last, node in itertools.pairwise(nodes))
+            for nodes in (before, after)
         ]
         assert apart == [stay, True]

@@ -159,7 +159,11 @@ def test_the_solver_splits_a_long_sequence_of_which_heads_and_batch_are_few() ->
     plan = sbpc.plan(model, (x,), Mesh(sequence=8, cluster="h100"), objective="serial")
     steps = [node for node in plan.boxed.graph.nodes if "step" in node.meta and 32768 in node.meta["val"].shape]
     moved = [(node.meta["phase"], node.meta["step"], tuple(node.meta["val"].shape)) for node in steps]
-    lines = [f"{phase:8} {s.collective:14} {s.before} -> {s.after}  {shape}\n" for phase, s, shape in moved if s.collective in WIRE]
+    lines = [
+        f"{phase:8} {s.collective:14} {s.before} -> {s.after}  {shape}\n"
+        for phase, s, shape in moved
+        if s.collective in WIRE
+    ]
     assert "".join(lines) == CONTEXT
     assert plan.cost.flops <= 1.01 * plan.cost.flops_one_device / 8
 
@@ -168,7 +172,11 @@ def test_the_solver_splits_a_long_sequence_of_which_heads_and_batch_are_few() ->
 def test_causal_attention_over_a_split_sequence_equals_one_device(axes: dict[str, int]) -> None:
     torch.manual_seed(0)
     model, x = Model(8, 2, 32, 2, group=2).double(), torch.randn(1, 13, 8, dtype=torch.float64)
-    plan = sbpc.plan(model, (x,), Mesh(**axes), pin={"_scaled_dot_product*": ", ".join(f"S(2)@{axis}" for axis in axes)})
+    plan = sbpc.plan(
+        model, (x,), Mesh(**axes), pin={"_scaled_dot_product*": ", ".join(f"S(2)@{axis}" for axis in axes)}
+    )
     attention = [node for node in plan.boxed.graph.nodes if "_scaled_dot_product" in str(node.target)]
-    assert len(attention) == 4 and all(all(s.outputs[0] == Split(2) for s in node.meta["choice"].signatures) for node in attention)
+    assert len(attention) == 4 and all(
+        all(s.outputs[0] == Split(2) for s in node.meta["choice"].signatures) for node in attention
+    )
     assert plan.verify() > 100 and largest_error(plan, model, (x,)) <= 1e-10

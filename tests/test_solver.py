@@ -168,7 +168,9 @@ def test_the_relaxed_program_of_a_shared_boxing_costs_what_its_best_plan_does():
     for seed in range(60):
         rng = np.random.default_rng(seed)
         layouts, consumers = int(rng.integers(4, 8)), int(rng.integers(3, 5))
-        nodes = [Variable(f"v{at}", rng.random(6) * 1e-3, np.zeros((6, 1), dtype=np.int64)) for at in range(consumers + 1)]
+        nodes = [
+            Variable(f"v{at}", rng.random(6) * 1e-3, np.zeros((6, 1), dtype=np.int64)) for at in range(consumers + 1)
+        ]
         takers = [(at, rng.integers(0, layouts, 6)) for at in range(1, consumers + 1)]
         closure = closed(rng.random((layouts, layouts)) * 2e-3)
         problem = Problem(nodes, [Value(0, rng.integers(0, layouts, 6), takers, closure)])
@@ -306,9 +308,13 @@ def test_a_search_among_labels_that_are_all_as_near_comes_to_an_end(monkeypatch)
     rng, labels = np.random.default_rng(0), 25
     variables = [Variable(f"v{at}", np.full(labels, 10.0), np.arange(labels)[:, None]) for at in range(4)]
     values = [
-        Value(a, rng.permutation(labels), [(b, rng.permutation(labels)), (c, rng.permutation(labels))], 1 - np.eye(labels))
+        Value(
+            a, rng.permutation(labels), [(b, rng.permutation(labels)), (c, rng.permutation(labels))], 1 - np.eye(labels)
+        )
         for a, b, c in itertools.combinations(range(4), 3)
     ]
     problem = Problem(variables, values)
     found = solve(problem)
-    assert found.lower_bound <= found.seconds == total(problem, found.labels) <= 44 and found.lower_bound >= 40 * (1 - 1e-9)
+    assert found.lower_bound <= found.seconds == total(problem, found.labels) <= 44 and found.lower_bound >= 40 * (
+        1 - 1e-9
+    )

@@ -21,8 +21,10 @@ from tests import models
 from tests.compare import compare, eager
 
 WIDTH, LAYERS, BATCH, COUNT = 64, 4, 256, 4
-PRODUCT = 2 * WIDTH**2 * BATCH / COUNT / 2  # flops in which one of two ranks multiplies a micro-batch by the weights of a layer
-COMPUTING = COUNT * (3 * LAYERS - 1)  # products of a step: one forward and two back, but for that of the first layer's input
+# flops in which one of two ranks multiplies a micro-batch by the weights of a layer
+PRODUCT = 2 * WIDTH**2 * BATCH / COUNT / 2
+# products of a step: one forward and two back, but for that of the first layer's input
+COMPUTING = COUNT * (3 * LAYERS - 1)
 
 
 def squares(x: Tensor) -> Tensor:
@@ -35,13 +37,20 @@ def planned(home: str, send: float, objective: str = "seconds") -> Any:
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     cluster = Cluster("flat", PRODUCT, math.inf, 0.0, 8, 0.0, 8 * WIDTH**2 / send, 0.0, 8 * WIDTH**2 / send)
-    options: dict[str, Any] = {"loss": squares, "stages": "pipe", "microbatches": COUNT, "objective": objective, "pin": {"*": home}}
+    options: dict[str, Any] = {
+        "loss": squares,
+        "stages": "pipe",
+        "microbatches": COUNT,
+        "objective": objective,
+        "pin": {"*": home},
+    }
     return sbpc.plan(net, (torch.randn(BATCH, WIDTH),), Mesh(pipe=1, data=2, cluster=cluster), **options)
 
 
 def test_gradients_go_home_while_the_last_micro_batch_is_on_its_way_back() -> None:
     assert planned("B", 0.5, "serial").cost.seconds == pytest.approx(COMPUTING + LAYERS * 0.5, rel=0.01)
-    assert planned("B", 0.5).cost.seconds == pytest.approx(COMPUTING + 0.5, rel=0.01)  # of the gradient that is computed last
+    # of the gradient that is computed last
+    assert planned("B", 0.5).cost.seconds == pytest.approx(COMPUTING + 0.5, rel=0.01)
     behind = 2 * LAYERS - 2  # products behind the first gradient
     assert planned("B", 4.0).cost.seconds == pytest.approx(COMPUTING - behind + LAYERS * 4.0, rel=0.01)
 
@@ -65,7 +74,9 @@ def test_what_is_hidden_changes_no_number(schedule: str) -> None:
         sbpc.plan(model, args, mesh, stages="pipe", microbatches=4, schedule=schedule, objective=objective)
         for objective in ("seconds", "serial")
     ]
-    assert plans[0].cost.seconds < plans[1].cost.seconds and plans[0].cost.exposed_seconds < plans[1].cost.exposed_seconds
+    assert (
+        plans[0].cost.seconds < plans[1].cost.seconds and plans[0].cost.exposed_seconds < plans[1].cost.exposed_seconds
+    )
     for plan in plans:
         assert compare(plan, model, args, *eager(model, args)) <= 1e-10
         assert sbpc.simulate(plan, model, args).bytes_sent == plan.cost.bytes_sent
@@ -81,12 +92,24 @@ def test_a_value_that_is_read_before_its_collective_ends_is_found() -> None:
         plan.verify()
 
 
-@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.prove), {"schedule": "zbv"}, {"schedule": "gpipe", "objective": "serial"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.prove), {"schedule": "zbv"}, {"schedule": "gpipe", "objective": "serial"}],
+    ids=str,
+)
 def test_lanes_of_a_stage_hold_its_actions_its_collectives_and_what_it_sends(options: dict[str, Any]) -> None:
     """The lanes end with the step, each does one thing at a time, and collectives run while an action of their stage does."""
     model, args = models.gpt2(batch=16, seq=32, width=64, heads=4, layers=4)
     slow = Cluster("slow", 5e12, 1e12, 1e-6, 1, 2e-6, 24e6, 2e-6, 24e6)
-    plan = sbpc.plan(model, args, Mesh(pipe=2, d=2, cluster=slow), stages="pipe", microbatches=4, pin={"*up.weight": "S(0)"}, **options)
+    plan = sbpc.plan(
+        model,
+        args,
+        Mesh(pipe=2, d=2, cluster=slow),
+        stages="pipe",
+        microbatches=4,
+        pin={"*up.weight": "S(0)"},
+        **options,
+    )
     events = plan.timeline()
     assert makespan(events) == pytest.approx(plan.cost.seconds)
     lanes: dict[str, list[Any]] = {}
@@ -98,7 +121,13 @@ def test_lanes_of_a_stage_hold_its_actions_its_collectives_and_what_it_sends(opt
         assert all(one.end <= other.start + 1e-12 for one, other in itertools.pairwise(ordered)) or "sends" in lane
         own = lanes[lane.partition(", ")[0]]
         if "links" in lane:
-            assert all(any(a.start - 1e-12 <= e.start and e.end <= a.end + 1e-12 and e.name.startswith(f"{a.name} ") for a in own) for e in found)
+            assert all(
+                any(
+                    a.start - 1e-12 <= e.start and e.end <= a.end + 1e-12 and e.name.startswith(f"{a.name} ")
+                    for a in own
+                )
+                for e in found
+            )
     sent = sum(map(len, (found for lane, found in lanes.items() if "sends" in lane)))
     assert sent == sum(plan.sending(need, action) > 0 for action in plan.spans for need in plan.needs(action)) > 0
     collectives = [event for lane, found in lanes.items() if "links" in lane for event in found]
@@ -113,7 +142,9 @@ def test_the_bound_of_stages_holds_and_allows_for_cores_that_they_share(schedule
     """A stage computes faster while others wait or communicate: the bound allows for that, and is no less than all computing."""
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     for objective, send, sharing in itertools.product(("seconds", "serial"), (0.1, 3.0), (1.0, 1.2, 2.0)):
-        cluster = Cluster("shared", PRODUCT, math.inf, 0.0, 8, 0.0, 8 * WIDTH**2 / send, 0.0, 8 * WIDTH**2 / send, sharing=sharing)
+        cluster = Cluster(
+            "shared", PRODUCT, math.inf, 0.0, 8, 0.0, 8 * WIDTH**2 / send, 0.0, 8 * WIDTH**2 / send, sharing=sharing
+        )
         options: dict[str, Any] = {"loss": squares, "stages": "pipe", "microbatches": COUNT, "objective": objective}
         mesh = Mesh(pipe=2, data=2, cluster=cluster)
         plan: Any = sbpc.plan(net, (torch.randn(BATCH, WIDTH),), mesh, schedule=schedule, **options)

@@ -151,7 +151,9 @@ def run(*arguments: object) -> int:
     return main([str(argument) for argument in arguments])
 
 
-def test_the_command_measures_stages_and_the_page_shows_them(target: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_measures_stages_and_the_page_shows_them(
+    target: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     file, trace, page = tmp_path / "step.sbpc", tmp_path / "trace.json", tmp_path / "page.html"
     assert run("export", f"{target}:model", *ASKED, "-o", file) == 0
     plan = sbpc.load(file)
@@ -165,7 +167,9 @@ def test_the_command_measures_stages_and_the_page_shows_them(target: str, tmp_pa
     rows = {row["name"]: row for row in figures["trace"]["step"]}
     assert rows["a step"]["predicted"] == pytest.approx(plan.cost.seconds)
     assert rows["a step"]["measured"] == pytest.approx(makespan(sides["measured"]))
-    assert rows["bubble: waiting for other stages"]["predicted"] > 0 < rows["bubble: waiting for other stages"]["measured"]
+    assert (
+        rows["bubble: waiting for other stages"]["predicted"] > 0 < rows["bubble: waiting for other stages"]["measured"]
+    )
     assert run("show", file, "--html", page, "--trace", trace) == 0
     text = page.read_text()
     assert "in the step that was measured" in text and not tags(text).wrong and not tags(text).open
@@ -178,7 +182,9 @@ def test_the_command_measures_stages_and_the_page_shows_them(target: str, tmp_pa
 def test_a_rank_that_is_killed_in_a_measured_step_ends_the_job_with_one_error(
     target: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("run", f"{target}:dies", *ASKED, "--steps", 4, "--trace", tmp_path / "trace.json") == 128 + signal.SIGKILL
+    assert (
+        run("run", f"{target}:dies", *ASKED, "--steps", 4, "--trace", tmp_path / "trace.json") == 128 + signal.SIGKILL
+    )
     out, err = capfd.readouterr()
     assert err.count("sbpc: ") == 1 and "rank 1 was ended by SIGKILL" in err, err
     assert "step    2" in out and "step    4" not in out and not (tmp_path / "trace.json").exists()

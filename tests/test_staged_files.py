@@ -41,7 +41,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     ("net", "stages", "schedule", "recompute"),
     [("gpt2", 2, "1f1b", "full"), ("ignore_index_loss", 1, "gpipe", "none"), ("resnet", 2, "zbv", "none")],
 )
-def test_saved_plan_with_stages_is_read_back_whole(tmp_path: Path, net: str, stages: int, schedule: str, recompute: str) -> None:
+def test_saved_plan_with_stages_is_read_back_whole(
+    tmp_path: Path, net: str, stages: int, schedule: str, recompute: str
+) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model, args = getattr(models, net)(**NETS[net])
@@ -142,10 +144,18 @@ def test_commands_plan_and_show_stages(target: str, tmp_path: Path, capsys: pyte
     file = tmp_path / "plan.sbpc"
     assert run("plan", target, *ASKED, "--schedule", "interleaved", "-o", file) == 0
     out = capsys.readouterr().out
-    assert "2 stages along 'pipe', interleaved, 4 micro-batches" in out and re.search(r"\n +3 +1  ", out) and "verified" in out
+    assert (
+        "2 stages along 'pipe', interleaved, 4 micro-batches" in out
+        and re.search(r"\n +3 +1  ", out)
+        and "verified" in out
+    )
     assert run("plan", target, *ASKED, "--json") == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["schedule"] == "1f1b" and [chunk["stage"] for chunk in report["chunks"]] == [0, 1] and report["bubble_seconds"] > 0
+    assert (
+        report["schedule"] == "1f1b"
+        and [chunk["stage"] for chunk in report["chunks"]] == [0, 1]
+        and report["bubble_seconds"] > 0
+    )
     assert run("show", file) == 0
     out = capsys.readouterr().out
     assert (out.count("boxed graph, chunk ") == 4 and "aten.addmm" in out) or "aten.mm" in out
@@ -165,14 +175,19 @@ def test_commands_plan_and_show_stages(target: str, tmp_path: Path, capsys: pyte
         (("show", file, "--stages", "pipe"), "--stages cannot change it"),
         (("run", target, "--plan", file, "--trace", tmp_path / "none" / "t.json"), "there is no folder"),
         (("run", target, "--plan", file, "--trace", tmp_path / "t.json", "--steps", "2"), "--trace with 2 steps to go"),
-        (("show", file, "--html", tmp_path / "b.html", "--trace", tmp_path / "t.json"), "is no trace: FileNotFoundError"),
+        (
+            ("show", file, "--html", tmp_path / "b.html", "--trace", tmp_path / "t.json"),
+            "is no trace: FileNotFoundError",
+        ),
         (("run", file, "--infer"), "holds stages of a pipeline, which train"),
         (("explain", file, "blocks.0.0.weight"), "that was read from a file does not hold the problem that it solves"),
     ):
         assert run(*arguments) == 2 and message in capsys.readouterr().err, message
 
 
-def test_run_trains_stages_from_an_exported_file_and_goes_on(target: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_trains_stages_from_an_exported_file_and_goes_on(
+    target: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "plan.sbpc"
     assert run("export", target, *ASKED, "-o", file) == 0
     always = ("--lr", "0.01", "--checkpoint", tmp_path / "saved", "--json")

@@ -47,7 +47,9 @@ class Tower(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.table = nn.Embedding(12, width)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.2)) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.2)) for _ in range(4)
+        )
         self.scale = nn.Parameter(torch.rand(width), requires_grad=False)
         self.spare = nn.Parameter(torch.rand(3))
         self.register_buffer("shift", torch.rand(width))
@@ -103,7 +105,9 @@ def train_on(folder: str, axes: dict[str, int], steps: int) -> list[float]:
         optimizer.zero_grad()
         figures.append(float(module.step(*args)))
         ours = torch.distributed.get_world_size() > 1
-        norm = module.clip_grad_norm_(MOST) if ours else nn.utils.clip_grad_norm_(module.parameters(), MOST).full_tensor()  # type: ignore[attr-defined]
+        norm = (
+            module.clip_grad_norm_(MOST) if ours else nn.utils.clip_grad_norm_(module.parameters(), MOST).full_tensor()
+        )  # type: ignore[attr-defined]
         figures.append(float(norm))
         optimizer.step()
     checkpoints.save(start + steps, module, optimizer, extra={"from": start})
@@ -122,7 +126,13 @@ def on_four_ranks(folder: str) -> dict[str, Any]:
     with pytest.raises(PlanError, match="cannot be pickled"):
         pickle.dumps(module)
     wrong += [*largest(module), *cut_arguments(module), *accumulated(module, folder)]
-    return {"misused": misused(module), "wrong": wrong, "figures": figures, "skipped": skipped_together(folder), "refused": refused_by_all(folder)}
+    return {
+        "misused": misused(module),
+        "wrong": wrong,
+        "figures": figures,
+        "skipped": skipped_together(folder),
+        "refused": refused_by_all(folder),
+    }
 
 
 def misused(module: Any) -> list[str]:
@@ -171,8 +181,12 @@ def accumulated(module: Any, folder: str) -> list[str]:
             if at < within:
                 with pytest.raises(PlanError, match="keeps gradients of backwards within no_sync"):
                     Checkpoints(folder).save(99, module)
-        found.append({name: p.grad.full_tensor().clone() for name, p in module.named_parameters() if p.grad is not None})
-    return [name for name, value in found[0].items() if not torch.allclose(value, found[1][name], rtol=1e-10, atol=1e-14)]
+        found.append(
+            {name: p.grad.full_tensor().clone() for name, p in module.named_parameters() if p.grad is not None}
+        )
+    return [
+        name for name, value in found[0].items() if not torch.allclose(value, found[1][name], rtol=1e-10, atol=1e-14)
+    ]
 
 
 def largest(module: Any) -> list[str]:
@@ -230,7 +244,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
     return folder, found[0]
 
 
-def test_a_job_goes_on_over_stages_without_them_and_in_one_process_as_if_uninterrupted(job: tuple[Path, dict[str, Any]]) -> None:
+def test_a_job_goes_on_over_stages_without_them_and_in_one_process_as_if_uninterrupted(
+    job: tuple[Path, dict[str, Any]],
+) -> None:
     folder, found = job
     expected = run_ranks(train_on, 1, str(folder / "one"), {"x": 1}, 8)[0]
     last = run_ranks(train_on, 1, str(folder / "many"), {"x": 1}, 2)[0]
@@ -277,14 +293,19 @@ def lose_a_rank(plan: Any) -> tuple[str, float]:
 
 
 def test_a_rank_killed_in_the_middle_of_the_schedule_ends_all_stages_at_once() -> None:
-    *others, killed = run_ranks(lose_a_rank, 4, sbpc.plan(*models.mlp(layers=4), Mesh(pipe=4), stages="pipe", microbatches=8))
+    *others, killed = run_ranks(
+        lose_a_rank, 4, sbpc.plan(*models.mlp(layers=4), Mesh(pipe=4), stages="pipe", microbatches=8)
+    )
     assert killed is None
     for text, seconds in others:
         assert text.startswith("rank 3 does not answer any more; its last sign of life came from ") and seconds < 20
 
 
-@pytest.mark.prove  # of its parts each has a test: a restart under torchrun, a death within a schedule, going on from a checkpoint
-def test_a_killed_rank_of_a_stage_starts_again_from_the_last_checkpoint_and_ends_with_the_same_loss(tmp_path: Path) -> None:
+# of its parts each has a test: a restart under torchrun, a death within a schedule, going on from a checkpoint
+@pytest.mark.prove
+def test_a_killed_rank_of_a_stage_starts_again_from_the_last_checkpoint_and_ends_with_the_same_loss(
+    tmp_path: Path,
+) -> None:
     example = runpy.run_path(str(PIPELINE))
     torch.manual_seed(0)
     model, losses = example["Net"](), {}

@@ -27,7 +27,12 @@ from tests.bench.zoo import Decoder, tokens
 from tests.compare import compare, eager
 from tests.processes import run_ranks
 
-MESHES = {"2": {"pipe": 2}, "3": {"pipe": 3}, "2x2": {"pipe": 2, "data": 2}, "2x2x2": {"pipe": 2, "data": 2, "tensor": 2}}
+MESHES = {
+    "2": {"pipe": 2},
+    "3": {"pipe": 3},
+    "2x2": {"pipe": 2, "data": 2},
+    "2x2x2": {"pipe": 2, "data": 2, "tensor": 2},
+}
 NETS: dict[str, dict[str, Any]] = {
     "mlp": {"layers": 2}, "gpt2": {"batch": 8, "layers": 4}, "resnet": {"layers": 2}, "vgg": {}, "ignore_index_loss": {},
 }  # fmt: skip
@@ -108,7 +113,8 @@ def test_losses_of_all_layers_are_added_up_over_stages_whatever_the_sizes_divide
 def test_gradients_are_communicated_once_for_any_number_of_micro_batches() -> None:
     model, args = models.mlp(layers=4)
     few, many = (
-        sbpc.plan(model, args, Mesh(pipe=2, data=2), stages="pipe", microbatches=count).cost.bytes_sent for count in (2, 8)
+        sbpc.plan(model, args, Mesh(pipe=2, data=2), stages="pipe", microbatches=count).cost.bytes_sent
+        for count in (2, 8)
     )
     assert few["pipe"] == many["pipe"]
     assert many["data"] == pytest.approx(few["data"], rel=0.01)
@@ -120,7 +126,9 @@ def test_dropout_draws_the_same_numbers_for_every_number_of_micro_batches_and_st
     target = torch.tensor([-1, -1, -1, 2, 0, 1, 2, 3])
     alone = sbpc.simulate(sbpc.plan(model, (x, target), Mesh(x=1)), model, (x, target), seed=3)
     for axes, count in (({"pipe": 4}, 8), ({"pipe": 2, "data": 2}, 4)):
-        run = sbpc.simulate(sbpc.plan(model, (x, target), Mesh(**axes), stages="pipe", microbatches=count), model, (x, target), seed=3)
+        run = sbpc.simulate(
+            sbpc.plan(model, (x, target), Mesh(**axes), stages="pipe", microbatches=count), model, (x, target), seed=3
+        )
         assert torch.allclose(run.outputs, alone.outputs, atol=1e-6)
         for name, gradient in run.gradients.items():
             assert torch.allclose(gradient, alone.gradients[name], atol=1e-5)  # type: ignore[arg-type]
@@ -131,7 +139,10 @@ def test_1f1b_keeps_fewer_activations_than_gpipe() -> None:
     peaks, counted = {}, {}
     for schedule in ("gpipe", "1f1b"):
         plan = sbpc.plan(model, args, Mesh(pipe=2), stages="pipe", microbatches=8, schedule=schedule)
-        peaks[schedule], counted[schedule] = plan.cost.memory["activations"], sbpc.simulate(plan, model, args).peak_memory
+        peaks[schedule], counted[schedule] = (
+            plan.cost.memory["activations"],
+            sbpc.simulate(plan, model, args).peak_memory,
+        )
     assert peaks["1f1b"] < 0.3 * peaks["gpipe"]  # two of eight micro-batches in flight
     assert counted["1f1b"] < 0.7 * counted["gpipe"]
 
@@ -201,7 +212,11 @@ def test_messages_are_let_go_as_soon_as_the_schedule_tells_that_they_are_there()
 
 @pytest.mark.parametrize(
     ("axes", "schedule", "layers"),
-    [({"pipe": 2, "data": 2}, "1f1b", 2), ({"pipe": 4}, "zbv", 4), pytest.param({"pipe": 2, "data": 2}, "interleaved:3", 4, marks=pytest.mark.prove)],
+    [
+        ({"pipe": 2, "data": 2}, "1f1b", 2),
+        ({"pipe": 4}, "zbv", 4),
+        pytest.param({"pipe": 2, "data": 2}, "interleaved:3", 4, marks=pytest.mark.prove),
+    ],
 )
 def test_adam_on_four_ranks_does_what_it_does_in_one_process(axes: dict[str, int], schedule: str, layers: int) -> None:
     """What the ranks find: losses and parameters, each of its stages alone."""
@@ -249,10 +264,14 @@ def test_an_expert_plans_every_stage_and_the_numbers_stay() -> None:
 
 def test_every_stage_has_a_trained_parameter_where_that_can_be() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), *(nn.Tanh() for _ in range(12)))
-    plan = sbpc.plan(model, (torch.randn(8, 4),), Mesh(pipe=2, cluster="h100"), loss=Tensor.mean, stages="pipe", microbatches=2)
+    plan = sbpc.plan(
+        model, (torch.randn(8, 4),), Mesh(pipe=2, cluster="h100"), loss=Tensor.mean, stages="pipe", microbatches=2
+    )
     assert all(chunk.parameters for chunk in plan.chunks)
     model[0].requires_grad_(False)  # now one stage has none
-    plan = sbpc.plan(model, (torch.randn(8, 4),), Mesh(pipe=2, cluster="h100"), loss=Tensor.mean, stages="pipe", microbatches=2)
+    plan = sbpc.plan(
+        model, (torch.randn(8, 4),), Mesh(pipe=2, cluster="h100"), loss=Tensor.mean, stages="pipe", microbatches=2
+    )
     assert len(plan.chunks) == 2
 
 
@@ -267,7 +286,11 @@ def test_a_memory_limit_is_met_by_every_stage_and_the_numbers_stay() -> None:
     plan.verify()
     assert compare(plan, model, args, *eager(model, args)) <= 1e-10
     names = list(plan.parameters)
-    for in_loop in (names_of("parameter", names), names_of("gradient", names), names_of("parameter", names[::3]) | names_of("gradient", names[1::2])):
+    for in_loop in (
+        names_of("parameter", names),
+        names_of("gradient", names),
+        names_of("parameter", names[::3]) | names_of("gradient", names[1::2]),
+    ):
         other = replace(plan, in_loop=in_loop)
         assert compare(other, model, args, *eager(model, args)) <= 1e-10
         run, memory = sbpc.simulate(other, model, args), other.cost.memory
@@ -280,7 +303,9 @@ def test_where_nothing_overlaps_no_plan_under_a_limit_is_faster_than_the_free_on
     model, args = models.gpt2(batch=8, layers=2)
 
     def planned(memory: float | None = None) -> Plan:
-        return sbpc.plan(model, args, Mesh(pipe=2, data=2), stages="pipe", microbatches=4, memory=memory, objective="serial")
+        return sbpc.plan(
+            model, args, Mesh(pipe=2, data=2), stages="pipe", microbatches=4, memory=memory, objective="serial"
+        )
 
     free = planned()
     limit = 0.85 * free.cost.memory["total"]
@@ -297,7 +322,10 @@ def test_layouts_of_the_expert_take_part_under_a_limit() -> None:
     """The free plan holds parameters whole; to move these to higher levels takes 38.5 ms, and the expert's layouts 19.9."""
     with torch.device("meta"):
         model = Decoder(1024, 2048, 4096, 32, 2).to(torch.bfloat16)
-    args, options = (tokens(16, 2048, 1024), tokens(16, 2048, 1024)), {"stages": "pipe", "microbatches": 16, "recompute": "full"}
+    args, options = (
+        (tokens(16, 2048, 1024), tokens(16, 2048, 1024)),
+        {"stages": "pipe", "microbatches": 16, "recompute": "full"},
+    )
     mesh = Mesh(pipe=2, tensor=8, cluster="h100")
     free = sbpc.plan(model, args, mesh, **options)
     limited = sbpc.plan(model, args, mesh, memory=0.6 * free.memory["total"], **options)
@@ -313,7 +341,10 @@ def likenesses(plan: Plan) -> list[Hashable]:
 
 def test_chunks_with_other_layouts_inside_are_not_alike() -> None:
     model, args = models.gpt2(batch=8, layers=2)
-    chunk, numbers = sbpc.plan(model, args, Mesh(pipe=2, data=2, cluster="h100"), stages="pipe", microbatches=2).chunks[0], Numbers()
+    chunk, numbers = (
+        sbpc.plan(model, args, Mesh(pipe=2, data=2, cluster="h100"), stages="pipe", microbatches=2).chunks[0],
+        Numbers(),
+    )
     choices, aliases = chunk.assignment.choices, chunk.assignment.aliases
     at, choice = next((at, other) for at, each in choices.items() for other in choices.values() if other != each)
     (key, layout), *_ = ((key, each) for key, each in aliases.items() if each.states == (B,))
@@ -326,7 +357,12 @@ def test_chunks_with_other_layouts_inside_are_not_alike() -> None:
 def test_equal_chunks_are_measured_once(share: float) -> None:
     """share: of the bytes without a limit; under one parameters and gradients are in the loop."""
     model, args = models.gpt2(batch=16, layers=6)
-    options: dict[str, Any] = {"stages": "pipe", "microbatches": 8, "schedule": "interleaved:3", "recompute": "selective"}
+    options: dict[str, Any] = {
+        "stages": "pipe",
+        "microbatches": 8,
+        "schedule": "interleaved:3",
+        "recompute": "selective",
+    }
     plan = sbpc.plan(model, args, Mesh(pipe=2, data=2, cluster="h100"), **options)
     if share < 1.0:
         plan = sbpc.plan(model, args, plan.mesh, **options, memory=share * plan.memory["total"])
@@ -339,7 +375,9 @@ def test_equal_chunks_are_measured_once(share: float) -> None:
         assert [cost.held(kind) for kind in GROUP_OF] == [alone.held(kind) for kind in GROUP_OF]
         for which in plan.tally(at):
             assert cost.program(which) == alone.program(which)
-            assert [cost.rise(which, first) for first in (True, False)] == [alone.rise(which, first) for first in (True, False)]
+            assert [cost.rise(which, first) for first in (True, False)] == [
+                alone.rise(which, first) for first in (True, False)
+            ]
     assert len({id(cost.program) for cost in plan.parts}) < len(plan.parts) == 6
     if share < 1.0:
         return

@@ -121,8 +121,16 @@ def test_a_layout_is_read_back_from_its_text(data: st.DataObject) -> None:
 def test_a_layout_is_written_with_the_orders_that_are_not_mesh_order() -> None:
     texts = [str(layout) for layout in layouts(1, AXES)]
     assert texts == [
-        "[S(0), S(0)]", "[S(0), S(0)] S(0)@tensor>data", "[S(0), B]", "[S(0), P]", "[B, S(0)]", "[B, B]", "[B, P]",
-        "[P, S(0)]", "[P, B]", "[P, P]",
+        "[S(0), S(0)]",
+        "[S(0), S(0)] S(0)@tensor>data",
+        "[S(0), B]",
+        "[S(0), P]",
+        "[B, S(0)]",
+        "[B, B]",
+        "[B, P]",
+        "[P, S(0)]",
+        "[P, B]",
+        "[P, P]",
     ]
 
 
@@ -141,7 +149,13 @@ def test_an_axis_that_splits_anew_cuts_last() -> None:
 
 def test_other_texts_are_no_layouts() -> None:
     for text in [
-        "", "S(0), B", "[S(0)]", "[S(0), B, B]", "[S(0), X]", "[S(0), S(0)] S(0)@pipe>data", "[S(0), B] S(1)@data",
+        "",
+        "S(0), B",
+        "[S(0)]",
+        "[S(0), B, B]",
+        "[S(0), X]",
+        "[S(0), S(0)] S(0)@pipe>data",
+        "[S(0), B] S(1)@data",
         "[B, B] junk",
     ]:
         with pytest.raises(LayoutError):
@@ -153,7 +167,9 @@ def test_an_order_must_name_every_splitting_axis() -> None:
         Layout(AXES, (S(0), S(0)), (1,))
 
 
-@pytest.mark.parametrize(("axes", "states"), [(Mesh(a=2), (B,)), (("a",), S(0)), (("a",), ("B",)), (("a",), (None,)), (["a"], [B])])
+@pytest.mark.parametrize(
+    ("axes", "states"), [(Mesh(a=2), (B,)), (("a",), S(0)), (("a",), ("B",)), (("a",), (None,)), (["a"], [B])]
+)
 def test_what_is_no_layout_is_refused(axes: Any, states: Any) -> None:
     with pytest.raises(LayoutError, match=r"Give mesh\.axes and a state for each"):
         Layout(axes, states)

@@ -65,7 +65,13 @@ def model_of(kind: str) -> tuple[Net, tuple[Tensor, Tensor]]:
 def loss_in(kind: str, result: Any) -> Tensor:
     """The loss, by hand."""
     places = {"first": 0, "counted": 0, "dict": "loss"}
-    return result.loss if kind in ("dataclass", "named tuple") else result[places[kind]] if kind in places else result.reshape(())
+    return (
+        result.loss
+        if kind in ("dataclass", "named tuple")
+        else result[places[kind]]
+        if kind in places
+        else result.reshape(())
+    )
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:

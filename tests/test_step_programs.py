@@ -34,7 +34,8 @@ def test_waits_stand_right_before_what_needs_them_and_collectives_where_they_wer
     backward = prepared(StepPrograms(plan).program(BACKWARD, 0), CPU, plan.options.overlaps, 0, len(plan.parameters))
     nodes = calls(backward)
     started, whole = (
-        [node.meta["boxed"] for node in each if "c10d" in str(node.target) and node.target is not wait] for each in (nodes, calls(plan.local))
+        [node.meta["boxed"] for node in each if "c10d" in str(node.target) and node.target is not wait]
+        for each in (nodes, calls(plan.local))
     )
     assert started == [name for name in whole if name in started] and len(started) > 4
     at_end = 0
@@ -61,7 +62,14 @@ class Shares(nn.Module):
 def test_no_two_gradients_share_memory_and_no_result_is_a_parameter() -> None:
     plan = sbpc.plan(Shares(), (torch.randn(4),), Mesh(data=1))
     programs = StepPrograms(plan)
-    for name, early, late in ((BACKWARD, 0, 3), (UNSENT, 0, 2), (ENDING, 0, 3), (JOINT, 2, 3), (UNSENT_JOINT, 2, 2), (FORWARD, 2, 0)):
+    for name, early, late in (
+        (BACKWARD, 0, 3),
+        (UNSENT, 0, 2),
+        (ENDING, 0, 3),
+        (JOINT, 2, 3),
+        (UNSENT_JOINT, 2, 2),
+        (FORWARD, 2, 0),
+    ):
         found: list[Any] = results(prepared(programs.program(name, 0), CPU, True, early, late))
         roots = [memory_of(node) for node in found[early : early + late]]
         assert len(set(roots)) == len(roots) == late
@@ -88,7 +96,11 @@ def test_halves_of_a_step_with_written_out_micro_batches_give_what_the_step_give
     plan = sbpc.plan(model, args, Mesh(data=2), microbatches=2)
     given = shards_of(plan, whole_inputs(plan, model, args, None, None, 0))
     groups = {plan.mesh.group_name(axes): plan.mesh.groups(axes) for axes in plan.mesh.runs()}
-    shared = [node for node, part in parts_of(plan.boxed, None).items() if node.meta.get("phase") == "backward" and part == EARLY]
+    shared = [
+        node
+        for node, part in parts_of(plan.boxed, None).items()
+        if node.meta.get("phase") == "backward" and part == EARLY
+    ]
     assert shared  # boxings that the backward of one micro-batch and the forward of the next one read
     (tangent,) = [at for at, port in enumerate(plan.ports.inputs) if port.kind == TANGENT]
     programs = StepPrograms(plan)
@@ -139,5 +151,7 @@ def test_nothing_is_sent_for_gradients_before_their_ways_home(expert: str) -> No
         assert torch.equal(first[0], loss)
         for one, two in zip(found, gradients, strict=True):
             torch.testing.assert_close(one, 2 * two)
-    sent = {str(node.target).split(".")[1] for node in programs.program(UNSENT, 0).graph.nodes if "c10d" in str(node.target)}
+    sent = {
+        str(node.target).split(".")[1] for node in programs.program(UNSENT, 0).graph.nodes if "c10d" in str(node.target)
+    }
     assert sent <= {"all_gather_into_tensor", "wait_tensor"}  # of parameters

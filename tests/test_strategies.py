@@ -33,7 +33,9 @@ class Blocks(nn.Module):
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
         self.stem = nn.Linear(8, width)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(layers)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -88,7 +90,9 @@ class Joined(nn.Module):
 
     def __init__(self, joins: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8) if joins else nn.ReLU()) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8) if joins else nn.ReLU()) for _ in range(4)
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         for block in self.blocks:
@@ -96,7 +100,9 @@ class Joined(nn.Module):
         return x.square().mean(), x
 
 
-def test_what_is_refused_is_told_with_its_reason_and_does_not_move_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused_is_told_with_its_reason_and_does_not_move_the_bound(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     args = (torch.randn(16, 8),)
     options = {"devices": 2, "cluster": LAN, "stages": True, "microbatches": True, "seconds": 60}
     rows = sbpc.sweep(Joined(joins=True), args, **options)
@@ -133,7 +139,18 @@ def test_one_stage_is_a_loop_whose_gradients_are_boxed_once() -> None:
 def test_the_command_line_ranks_strategies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "target.py"
     file.write_text("from tests.models import mlp\n\n\ndef build():\n    return mlp(batch=8, layers=4)\n")
-    asked = ["sweep", f"{file}:build", "--devices", "4", "--cluster", "a100", "--stages", "--microbatches", "--seconds", "2"]
+    asked = [
+        "sweep",
+        f"{file}:build",
+        "--devices",
+        "4",
+        "--cluster",
+        "a100",
+        "--stages",
+        "--microbatches",
+        "--seconds",
+        "2",
+    ]
     assert main([*asked, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert rows[0]["cost"] <= rows[-1]["cost"] and {row["stages"] for row in rows} > {1}

@@ -29,7 +29,10 @@ from tests.own_ops import raw
 from tests.random_plans import random_plan
 from tests.strides import WAYS, channels_last, sliced, transposed, variants
 
-FAMILIES = {**{name: made for name, made in proof_cases.FAMILIES.items() if name != "cuda"}, "pointwise": pointwise_cases.cases}
+FAMILIES = {
+    **{name: made for name, made in proof_cases.FAMILIES.items() if name != "cuda"},
+    "pointwise": pointwise_cases.cases,
+}
 CALLS = [one for made in FAMILIES.values() for one in made() if one.values]
 ONCE = list({one.op: one for one in CALLS}.values())
 QUICK = [one for one in CALLS if one.op in NEEDS or any(one is each for each in ONCE)]
@@ -66,7 +69,9 @@ def close(found: Any, expected: Any) -> bool:
     for a, b in zip(flat_outputs(found), flat_outputs(expected)):
         if isinstance(b, Tensor):
             tolerance = TOLERANCE.get(b.dtype, 1e-8)
-            if a.shape != b.shape or not torch.allclose(a.resolve_conj(), b, rtol=tolerance, atol=tolerance, equal_nan=True):
+            if a.shape != b.shape or not torch.allclose(
+                a.resolve_conj(), b, rtol=tolerance, atol=tolerance, equal_nan=True
+            ):
                 return False
     return True
 
@@ -80,7 +85,8 @@ def wrong(one: Case, run: Callable[..., Any], each: bool = True, device: str = "
         plain = [x.clone(memory_format=torch.contiguous_format) for x in laid]
         try:
             expected = run(plain)
-        except (RuntimeError, IndexError, NanError):  # values that the op refuses, such as expanded indices, or makes NaN of
+        # values that the op refuses, such as expanded indices, or makes NaN of
+        except (RuntimeError, IndexError, NanError):
             continue
         try:
             right = close(run(laid), expected)
@@ -120,7 +126,10 @@ def test_on_a_gpu_attention_reads_operands_of_any_strides(kernel: str) -> None:
 
     def run(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor) -> list[Tensor]:
         bias, more = ends[kernel]
-        return [*ahead(q, k, v, *(() if kernel == "flash" else (None, True)))[:2], *back(grad, q, k, v, *bias, out, sums, *more)[:3]]
+        return [
+            *ahead(q, k, v, *(() if kernel == "flash" else (None, True)))[:2],
+            *back(grad, q, k, v, *bias, out, sums, *more)[:3],
+        ]
 
     operands = [torch.randn_like(out), *heads, out, sums]
     expected = run(*operands)
@@ -147,10 +156,17 @@ def test_inductor_reads_operands_of_any_strides(part: int, way: str) -> None:
         if one.op is GROUPED or not can_run(one, laid):
             continue
         call = program(one)
-        places = {node: graph.placeholder(f"x{len(given) + at}") for at, node in enumerate(call.graph.find_nodes(op="placeholder"))}
+        places = {
+            node: graph.placeholder(f"x{len(given) + at}")
+            for at, node in enumerate(call.graph.find_nodes(op="placeholder"))
+        }
         (made,) = graph.graph_copy(call.graph, places)  # type: ignore[misc]
         several = isinstance(made, Node) and isinstance(one.run(), (tuple, list))
-        expected += [graph.call_function(getitem, (made, at)) for at in range(len(one.run()))] if several else flat_outputs(made)
+        expected += (
+            [graph.call_function(getitem, (made, at)) for at in range(len(one.run()))]
+            if several
+            else flat_outputs(made)
+        )
         given += laid
     graph.output(tuple(expected))
     whole = GraphModule(nn.Module(), graph)
@@ -194,7 +210,9 @@ def unet() -> tuple[nn.Module, tuple[Any, ...]]:
 def swin() -> tuple[nn.Module, tuple[Any, ...]]:
     from transformers import SwinConfig, SwinForImageClassification
 
-    config = SwinConfig(image_size=16, patch_size=2, embed_dim=8, depths=[2], num_heads=[2], window_size=4, num_labels=4)
+    config = SwinConfig(
+        image_size=16, patch_size=2, embed_dim=8, depths=[2], num_heads=[2], window_size=4, num_labels=4
+    )
 
     class Classifier(nn.Module):
         def __init__(self) -> None:

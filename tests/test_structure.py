@@ -45,9 +45,11 @@ CONSTANTS = st.one_of(CONSTANTS, st.sampled_from([torch.float32, torch.bool, tor
 VALUES = st.recursive(
     st.one_of(CONSTANTS, st.builds(lambda: torch.ones(2))),
     lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.lists(inner, max_size=3).map(tuple),
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
         st.dictionaries(st.one_of(st.text(max_size=3), st.integers(), st.none()), inner, max_size=3),
-        st.dictionaries(st.text(max_size=3), inner, max_size=3).map(OrderedDict), st.builds(Pair, inner, inner),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3).map(OrderedDict),
+        st.builds(Pair, inner, inner),
         st.builds(Output, inner, inner),
     ),
     max_leaves=12,
@@ -100,8 +102,10 @@ def test_a_tensor_that_stands_twice_is_two_leaves():
 
 def test_anything_else_is_refused_with_its_path():
     for value, message in [
-        ({"a": [1, {2}]}, "value['a'][1] is a builtins.set"), (Pair(1, object()), "value.right is a builtins.object"),
-        (Output(logits=lambda: 0), "value.logits is a builtins.function"), ({(1, 2): 3}, "value has the key (1, 2)"),
+        ({"a": [1, {2}]}, "value['a'][1] is a builtins.set"),
+        (Pair(1, object()), "value.right is a builtins.object"),
+        (Output(logits=lambda: 0), "value.logits is a builtins.function"),
+        ({(1, 2): 3}, "value has the key (1, 2)"),
     ]:
         with pytest.raises(CaptureError) as caught:
             flatten(value)
@@ -119,9 +123,15 @@ def test_a_class_that_no_module_holds_is_refused_at_once():
 
 def test_a_foreign_structure_is_refused_and_imports_nothing():
     for structure in [
-        ["dataclass", "antigravity:Output", []], ["dataclass", f"{__name__}:json.JSONDecoder", []],
-        ["named tuple", f"{__name__}:Output", []], ["named tuple", "os:system", ["true"]],
-        ["return type", "system", []], ["dtype", "load"], ["tensor", 1], ["tensor", True], ["call", "os.system"],
+        ["dataclass", "antigravity:Output", []],
+        ["dataclass", f"{__name__}:json.JSONDecoder", []],
+        ["named tuple", f"{__name__}:Output", []],
+        ["named tuple", "os:system", ["true"]],
+        ["return type", "system", []],
+        ["dtype", "load"],
+        ["tensor", 1],
+        ["tensor", True],
+        ["call", "os.system"],
         {"tensor": 0},
     ]:
         with pytest.raises(PlanError):

@@ -79,7 +79,9 @@ def test_every_predicted_event_is_measured_once_and_nothing_changes(found: list[
         assert len(set(rank["losses"])) == 1 and rank["runs"] == 3
         about = [(e.name, e.stream, e.kind, e.module, e.phase, e.axis) for e in rank["measured"]]
         for event in rank["predicted"]:
-            assert about.count((event.name, event.stream, event.kind, event.module, event.phase, event.axis)) == 1, event
+            assert about.count((event.name, event.stream, event.kind, event.module, event.phase, event.axis)) == 1, (
+                event
+            )
         others = [e for e in rank["measured"] if e.stream != COMPUTE]
         assert sorted({e.bucket or e.name for e in others}) == sorted(rank["started"])
         assert len(others) >= len(rank["started"])  # more where some go in one message, as on four ranks
@@ -116,7 +118,9 @@ def test_a_table_sums_up_the_events_of_the_file(found: list[dict[str, Any]], tmp
             compute = busy_seconds(events)[COMPUTE] - waited
             assert getattr(rows["a step"], side) == pytest.approx(makespan(events))
             assert getattr(rows["computing"], side) == pytest.approx(compute)
-            assert getattr(rows["exposed: not computing"], side) == pytest.approx(makespan(events) - compute, rel=1e-6, abs=1e-9)
+            assert getattr(rows["exposed: not computing"], side) == pytest.approx(
+                makespan(events) - compute, rel=1e-6, abs=1e-9
+            )
             if side == "measured":
                 assert getattr(rows["exposed: not computing"], side) == pytest.approx(waited, rel=1e-6, abs=1e-9)
             for axis in {event.axis for event in events if event.axis}:
@@ -128,7 +132,9 @@ def test_a_table_sums_up_the_events_of_the_file(found: list[dict[str, Any]], tmp
         assert sum(row.predicted for row in ops) == pytest.approx(sum(event.end - event.start for event in predicted))
 
 
-def test_a_trace_has_two_processes_whose_threads_do_one_thing_at_a_time(found: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_a_trace_has_two_processes_whose_threads_do_one_thing_at_a_time(
+    found: list[dict[str, Any]], tmp_path: Path
+) -> None:
     for rank in found:
         save_trace({"predicted": rank["predicted"], "measured": rank["measured"]}, tmp_path / "trace.json")
         records = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -144,7 +150,10 @@ def test_a_trace_has_two_processes_whose_threads_do_one_thing_at_a_time(found: l
 
 def test_what_runs_at_a_time_on_one_stream_is_drawn_in_rows() -> None:
     spans = [(0.0, 2.0), (1.0, 3.0), (2.0, 4.0), (3.5, 5.0)]
-    events = [Event(STREAMS[1], start, end, str(at), "all_reduce", "", "forward", "d") for at, (start, end) in enumerate(spans)]
+    events = [
+        Event(STREAMS[1], start, end, str(at), "all_reduce", "", "forward", "d")
+        for at, (start, end) in enumerate(spans)
+    ]
     assert [[event.name for event in row] for row in rows(events)] == [["0", "2"], ["1", "3"]] and rows([]) == [[]]
 
 
@@ -154,7 +163,9 @@ def run(*arguments: object) -> int:
 
 def test_the_command_measures_and_the_page_shows_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     plan, trace, page = tmp_path / "plan.sbpc", tmp_path / "trace.json", tmp_path / "page.html"
-    assert run("plan", GPT, "--mesh", "data=2", "--cluster", "h100", "--pin", "blocks.*.up.weight=S(0)", "-o", plan) == 0
+    assert (
+        run("plan", GPT, "--mesh", "data=2", "--cluster", "h100", "--pin", "blocks.*.up.weight=S(0)", "-o", plan) == 0
+    )
     capfd.readouterr()
     assert run("run", GPT, "--plan", plan, "--steps", 4, "--trace", trace, "--json") == 0
     figures = json.loads(capfd.readouterr().out)

@@ -62,7 +62,9 @@ def train(paths: dict[str, str], sizes: dict[str, int]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("sizes", [pytest.param({"tensor": 2}, marks=pytest.mark.prove), {"data": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [pytest.param({"tensor": 2}, marks=pytest.mark.prove), {"data": 2, "tensor": 2}], ids=str
+)
 def test_three_adam_steps_on_gloo_ranks_equal_one_process(tmp_path: Path, sizes: dict[str, int]) -> None:
     torch.set_default_dtype(torch.float64)
     mesh = Mesh(**sizes)

@@ -43,7 +43,9 @@ def states_read(plan: sbpc.Plan, op: Any) -> set[tuple[Any, ...]]:
     return {signature.inputs for node in nodes for signature in node.meta["signatures"]}
 
 
-@pytest.mark.parametrize("sizes", [pytest.param({"x": 2}, marks=pytest.mark.prove), {"x": 3}, {"x": 2, "y": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [pytest.param({"x": 2}, marks=pytest.mark.prove), {"x": 3}, {"x": 2, "y": 2}], ids=str
+)
 def test_partial_plus_scalar_and_partial_times_partial(sizes: dict[str, int]) -> None:
     plan = check(*models.scalar_traps(), Mesh(**sizes))
     assert (P,) not in states_read(plan, torch.ops.aten.add.Tensor)  # P + number
@@ -125,7 +127,10 @@ class Merge(nn.Module):
         )
 
 
-@pytest.mark.parametrize("shape", [pytest.param((4, 6, 12), marks=pytest.mark.prove), (6, 5, 12), pytest.param((3, 2, 12), marks=pytest.mark.prove)])
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param((4, 6, 12), marks=pytest.mark.prove), (6, 5, 12), pytest.param((3, 2, 12), marks=pytest.mark.prove)],
+)
 def test_view_that_merges_a_split_dim(shape: tuple[int, ...]) -> None:
     plan = check(Merge(), (torch.randn(shape),), Mesh(x=2, y=3), plans=8)
     for node in plan.graph.graph.nodes:
@@ -145,7 +150,9 @@ def test_gather_of_the_outer_of_two_splits_does_not_interleave() -> None:
     assert len(after.shards(tensor, mesh.sizes)) == 4  # and test_lowering.py runs every such pair
 
 
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.prove), 5, pytest.param(7, marks=pytest.mark.prove)])
+@pytest.mark.parametrize(
+    "batch", [pytest.param(1, marks=pytest.mark.prove), 5, pytest.param(7, marks=pytest.mark.prove)]
+)
 def test_batch_that_does_not_divide(batch: int) -> None:
     check(*models.mlp(batch=batch), Mesh(data=4), plans=6)
     check(*models.gpt2(batch=batch, layers=1), Mesh(data=2, tensor=2), plans=1)

@@ -32,11 +32,17 @@ def tensors() -> dict[str, Tensor]:
     """Two of one shape; views; without elements, without dims; dtypes that numpy has not."""
     torch.manual_seed(0)
     return {
-        "one": torch.randn(2, 3), "other": torch.randn(2, 3), "turned": torch.randn(4, 6).T,
-        "every other": torch.randn(8)[::2], "empty": torch.zeros(0, 3), "number": torch.tensor(7),
-        "bfloat16": torch.randn(5).bfloat16(), "float8": torch.randn(3).to(torch.float8_e4m3fn),
+        "one": torch.randn(2, 3),
+        "other": torch.randn(2, 3),
+        "turned": torch.randn(4, 6).T,
+        "every other": torch.randn(8)[::2],
+        "empty": torch.zeros(0, 3),
+        "number": torch.tensor(7),
+        "bfloat16": torch.randn(5).bfloat16(),
+        "float8": torch.randn(3).to(torch.float8_e4m3fn),
         "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
-        "negative": torch.randn(3, dtype=torch.complex64).conj().imag, "bits": torch.tensor([True, False]),
+        "negative": torch.randn(3, dtype=torch.complex64).conj().imag,
+        "bits": torch.tensor([True, False]),
         "asks": torch.randn(2, requires_grad=True),
     }
 
@@ -179,4 +185,6 @@ def test_files_of_strangers_are_read_as_they_are(tmp_path: Path) -> None:
 
 def test_dtype_that_the_format_has_not_is_refused(tmp_path: Path) -> None:
     held = {"wide": torch.ones(2, dtype=torch.complex128)}
-    assert "safetensors has no torch.complex128" in refused(PlanError, lambda: save_tensors(held, tmp_path / "a.safetensors"))
+    assert "safetensors has no torch.complex128" in refused(
+        PlanError, lambda: save_tensors(held, tmp_path / "a.safetensors")
+    )

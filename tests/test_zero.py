@@ -59,12 +59,15 @@ def row(limit: float | None) -> str:
 
 def test_each_stage_of_zero_is_the_fastest_that_fits_under_some_limit() -> None:
     """before: parameters are gathered once. after: gradients are sent home once. free: gathered in each forward and each backward."""
-    assert_expected_inline("".join(map(row, LIMITS)), """\
+    assert_expected_inline(
+        "".join(map(row, LIMITS)),
+        """\
     1  17.9 ms 4.98 GB,  0  0 in the loop: 5 after all_reduce, 1 after reduce_scatter, 1 before all_gather
  0.72  17.4 ms 3.08 GB,  0  0 in the loop: 6 after reduce_scatter, 6 before all_gather
   0.5  18.8 ms 2.46 GB,  4  0 in the loop: 4 W reduce_scatter, 2 after reduce_scatter, 6 before all_gather
 0.3089  36.3 ms 1.54 GB, 16  8 in the loop: 6 W reduce_scatter, 1 before all_gather, 5 free all_gather
-""")
+""",
+    )
     free, first, second, third = map(planned, LIMITS)
     assert first.cost.seconds <= 1.001 * free.cost.seconds  # a scatter and a gather, both hidden, for each all-reduce
     assert first.cost.seconds < second.cost.seconds < third.cost.seconds
@@ -85,7 +88,8 @@ def test_equal_layers_are_all_at_one_stage_of_zero_at_the_bytes_of_that_stage() 
     for limit, most in [
         (None, {"after all_reduce": 4}),
         (0.728, {"after reduce_scatter": 4, "before all_gather": 4}),  # ZeRO-1
-        (0.616, {"W reduce_scatter": 4, "before all_gather": 4}),  # ZeRO-2: gradients are scattered in every micro-batch
+        # ZeRO-2: gradients are scattered in every micro-batch
+        (0.616, {"W reduce_scatter": 4, "before all_gather": 4}),
     ]:
         plan, sent = alike(limit), Counter[str]()
         for node, part in parts_of(plan.chunks[0].unscheduled, plan.in_loop).items():
@@ -123,7 +127,8 @@ def test_parameters_unused_taken_apart_and_with_two_names_are_cut_where_no_pin_s
 def test_levels_stop_where_they_are_no_faster_than_what_fits() -> None:
     free = planned()
     assert free.body is not None
-    for best, builds in ((inf, 2), (1.2, 1), (0.9, 0)):  # in seconds of the plan without moves; every other one takes 1.5 and never fits
+    # in seconds of the plan without moves; every other one takes 1.5 and never fits
+    for best, builds in ((inf, 2), (1.2, 1), (0.9, 0)):
         tried: list[Any] = []
 
         def build(assignment: Assignment, in_loop: frozenset[Port], tried: list[Any] = tried) -> Any:
@@ -139,7 +144,10 @@ def test_levels_stop_where_they_are_no_faster_than_what_fits() -> None:
 def test_what_is_cut_is_laid_out_as_is_best_with_all_else_as_it_is() -> None:
     """All else as a random plan has it, so that equal blocks differ."""
     model, args = models.gpt2(batch=4, layers=3)
-    gm, mesh = sbpc.plan(model, args, Mesh(x=2, y=2, cluster="h100"), objective="serial").graph, Mesh(x=2, y=2, cluster="h100")
+    gm, mesh = (
+        sbpc.plan(model, args, Mesh(x=2, y=2, cluster="h100"), objective="serial").graph,
+        Mesh(x=2, y=2, cluster="h100"),
+    )
     assignment = draw(gm, mesh, placeholder_wishes(gm, mesh, None, None, False), random.Random(0))
     cut = {node.name: Wish(spread=(0, 1)) for port, node in placeholders(gm).items() if port.kind == PARAMETER}
     space, groups = Space(gm, mesh, cut, {}), groups_of(gm)

@@ -1,8 +1,10 @@
-"""Solves a layout problem again with one value laid out otherwise: the best whole plan for each layout that it may have.
+"""Solves a layout problem again with one value laid out otherwise: the best whole plan for each layout that it may
+have.
 
-Everything else is free again, but far from the value nothing changes: the program frees what is near, and goes further where the
-answer changes at the edge. A small problem is freed whole, so its answers are exact. For any problem the multipliers prove what
-every plan with a layout takes at least: the bound, and the reduced cost of the layout.
+Everything else is free again, but far from the value nothing changes: the program frees what is near, and goes
+further where the answer changes at the edge. A small problem is freed whole, so its answers are exact. For any
+problem the multipliers prove what every plan with a layout takes at least: the bound, and the reduced cost of the
+layout.
 """
 
 from __future__ import annotations
@@ -28,15 +30,16 @@ SMALL = 5_000  # columns of a program in which everything is free
 NEAR = 6  # labels a variable, on average, that are free around the value
 REACH, FARTHEST = 2, 8  # values from variable to variable that are free; as many again until the edge stays as it is
 MANY = 300  # free variables at most
-STAY = 1e-10  # of the plan: what a label costs more that differs from the plan's, so that of equal answers the nearest is found
+# of the plan: what a label costs more that differs from the plan's, so that of equal answers the nearest is found
+STAY = 1e-10
 
 
 @dataclass(frozen=True)
 class Otherwise:
     """What is known of the plans in which a value has another layout.
 
-    labels: of the best one found, None where none was looked for. difference: seconds that it takes more than the plan. at_least: the
-    same of all of them. exact: whether none is faster than the one found.
+    labels: of the best one found, None where none was looked for. difference: seconds that it takes more than the
+    plan. at_least: the same of all of them. exact: whether none is faster than the one found.
     """
 
     layout: Layout
@@ -48,8 +51,8 @@ class Otherwise:
 
 @dataclass(eq=False)
 class Solved:
-    """A solved problem. bound: of all plans, by the multipliers of `proof`. labels: the plan. allowed: seconds that a plan within the
-    limits pays at most for its bytes, where the problem has prices for them."""
+    """A solved problem. bound: of all plans, by the multipliers of `proof`. labels: the plan. allowed: seconds that
+    a plan within the limits pays at most for its bytes, where the problem has prices for them."""
 
     space: Space
     problem: Problem
@@ -78,7 +81,8 @@ class Solved:
         return changed, sorted({number for at in changed for number in self.touching[at]})
 
     def difference(self, problem: Problem, labels: Labels) -> float:
-        """Returns what labels cost more than the plan. problem: the one here, or the same with other costs of labels."""
+        """Returns what labels cost more than the plan. problem: the one here, or the same with other costs of
+        labels."""
         changed, numbers = self.touched(labels)
         costs = [problem.variables[at].costs for at in changed]
         own = (float(each[labels[at]] - each[self.labels[at]]) for at, each in zip(changed, costs))
@@ -109,13 +113,15 @@ class Solved:
         return distance
 
     def part(self, free: Sequence[int]) -> tuple[list[int], Problem]:
-        """Returns the values that touch free variables as a problem, and which variables it has, the free ones first."""
+        """Returns the values that touch free variables as a problem, and which variables it has, the free ones
+        first."""
         numbers = sorted({number for at in free for number in self.touching[at]})
         values = [self.problem.values[number] for number in numbers]
         members = list(dict.fromkeys([*free, *(at for value in values for at, _ in value.ends)]))
         place = {at: number for number, at in enumerate(members)}
         moved = [
-            Value(place[v.producer], v.out, [(place[at], wants) for at, wants in v.consumers], v.closure, v.places) for v in values
+            Value(place[v.producer], v.out, [(place[at], wants) for at, wants in v.consumers], v.closure, v.places)
+            for v in values
         ]
         return members, Problem([self.problem.variables[at] for at in members], moved)
 
@@ -131,13 +137,18 @@ class Solved:
         for reach in range(REACH, FARTHEST + 1, REACH):
             distance = self.within(at, reach)
             labels = self.solve_near(list(distance), pinned)
-            edge = [each for each, steps in distance.items() if steps == reach and labels and labels[each] != self.labels[each]]
+            edge = [
+                each
+                for each, steps in distance.items()
+                if steps == reach and labels and labels[each] != self.labels[each]
+            ]
             if labels is not None and not edge:
                 break
         return labels, False
 
     def solve_near(self, free: Sequence[int], pinned: np.ndarray) -> list[int] | None:
-        """Returns the best labels with some variables free, those near by the multipliers, and all others as they are."""
+        """Returns the best labels with some variables free, those near by the multipliers, and all others as they
+        are."""
         members, part = self.part(free)
         near = least_reduced([self.reduced_costs(at) for at in free], NEAR)
         labels = [np.union1d(each, [self.labels[at]]).astype(np.intp) for at, each in zip(free, near)]

@@ -51,7 +51,8 @@ def all_labels(factors: Sequence[str | None], mesh: Mesh, every: bool) -> tuple[
 
 
 def with_orders(factors: Array) -> tuple[Array, Array]:
-    """Returns row numbers and bits for each order in which the axes of a row can cut. factors [rows, axes]: -1 for none."""
+    """Returns row numbers and bits for each order in which the axes of a row can cut. factors [rows, axes]: -1 for
+    none."""
     shared = np.zeros(len(factors), dtype=np.int64)
     for bit, (a, b) in enumerate(pairs(factors.shape[1])):
         shared |= ((factors[:, a] == factors[:, b]) & (factors[:, a] >= 0)).astype(np.int64) << bit
@@ -116,7 +117,8 @@ def only_renames(table: Table, tensors: Tensors) -> bool:
 
 
 def narrowed(table: Table, made: Array, taken: Array) -> Table:
-    """Returns the labels of a renaming that read a layout which is `made`, or leave one which is `taken`: the fewer of these.
+    """Returns the labels of a renaming that read a layout which is `made`, or leave one which is `taken`: the fewer
+    of these.
 
     All of them, where the table lacks some of these layouts.
     """

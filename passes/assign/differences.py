@@ -1,4 +1,5 @@
-"""What two plans of one layout problem pay otherwise: the boxings that only one of them has, and computing by module."""
+"""What two plans of one layout problem pay otherwise: the boxings that only one of them has, and computing by
+module."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def edges(space: Space, number: int, labels: Labels) -> list[Edge]:
 
 
 def moved_by(space: Space, edge: Edge, labels: Labels) -> Iterator[Moved]:
-    """Yields what each step of a boxing sends, for whom; of what is done once for all micro-batches, the part of one."""
+    """Yields what each step of a boxing sends, for whom; of what is done once for all micro-batches, the part of
+    one."""
     mesh, (number, before, after) = space.mesh, edge
     value, (node, index), share = space.values[number], space.keys[number], space.counted_parts[number]
     readers = [at for at, wants in value.consumers if space.codes[number][wants[labels[at]]] == after]
@@ -62,7 +64,9 @@ def moved_by(space: Space, edge: Edge, labels: Labels) -> Iterator[Moved]:
         rounds, sent = wire(step, *shape_of(node, index), mesh.sizes)
         taken = float(collective_seconds(rounds, sent, *mesh.link(step.axes, step.collective))) if rounds else 0.0
         states = str(step.before), str(step.after)
-        yield Moved(step.collective, mesh.key(step.axes), node.name, module, phase, *states, share * float(sent), share * taken)
+        yield Moved(
+            step.collective, mesh.key(step.axes), node.name, module, phase, *states, share * float(sent), share * taken
+        )
 
 
 def module_of(space: Space, at: int) -> str:

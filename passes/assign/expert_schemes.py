@@ -209,10 +209,13 @@ def split_batch(
 
 
 def columns_then_rows(scheme: Scheme, model: Model, axis: int, stream: State, layers: Sequence[Layer]) -> None:
-    """Splits layers by columns, then by rows on `axis`; what leaves rows and enters columns is in the state `stream`."""
+    """Splits layers by columns, then by rows on `axis`; what leaves rows and enters columns is in the state
+    `stream`."""
     columns, rows = column_row_pairs(model, layers)
     if not rows:
-        raise PlanError("no linear layer's features reach another one that sums them\n  The model has no column-row pair.")
+        raise PlanError(
+            "no linear layer's features reach another one that sums them\n  The model has no column-row pair."
+        )
     fixed = {layer.node: layer.column for layer in columns} | {layer.node: layer.row for layer in rows}
     for layer in (*columns, *rows):
         scheme.store(axis, layer, fixed[layer.node])
@@ -256,7 +259,8 @@ def need_axes(mesh: Mesh, count: int, what: str) -> range:
 
 
 def axes_of_sums(model: Model, layers: Sequence[Layer], axes: tuple[int, int]) -> dict[Layer, int]:
-    """Returns the axis on which each layer sums: that on which its operand's features are split, the first for what comes in."""
+    """Returns the axis on which each layer sums: that on which its operand's features are split, the first for what
+    comes in."""
     by_node = {layer.node: layer for layer in layers}
     features_on: dict[Key, int] = {}  # by value, the axis on which its features are split
     summed_on: dict[Layer, int] = {}

@@ -59,8 +59,8 @@ class Layer:
 class Model:
     """An annotated graph as experts see it.
 
-    results: the values that the model returns. tangents: by placeholder of a tangent, the value that it belongs to. views:
-    by node that is a parameter or a view of one, the parameter and the views in between, last one first.
+    results: the values that the model returns. tangents: by placeholder of a tangent, the value that it belongs to.
+    views: by node that is a parameter or a view of one, the parameter and the views in between, last one first.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -141,9 +141,10 @@ def is_product(node: Node) -> bool:
 class Follower:
     """Follows states on one axis from op to op, and pins the ops whose rules take the states as they are.
 
-    fixed: signatures as given; none for `loose` nodes. A tangent has the state of its output. reduced: the state to which
-    the partial sum that a node leaves is reduced before what is not linear; without, nothing is known of it. gathered: a
-    state in which activations are not read by products, but whole. partial: the partial sums, before they are reduced.
+    fixed: signatures as given; none for `loose` nodes. A tangent has the state of its output. reduced: the state to
+    which the partial sum that a node leaves is reduced before what is not linear; without, nothing is known of it.
+    gathered: a state in which activations are not read by products, but whole. partial: the partial sums, before
+    they are reduced.
     """
 
     model: Model
@@ -188,7 +189,8 @@ class Follower:
                 self.states[node, index], self.partial[node, index] = self.reduced(node), state
 
     def taking(self, node: Node, keys: Sequence[Key]) -> Signature | None:
-        """Returns the signature that takes the operands in their states, as far as these are known; None if none does."""
+        """Returns the signature that takes the operands in their states, as far as these are known; None if none
+        does."""
         signatures: tuple[Signature, ...] = node.meta["signatures"]
         sums = tuple(self.partial.get(key) for key in keys)
         linear = next((s for s in signatures if keys and s.inputs == sums), None)
@@ -209,13 +211,16 @@ class Follower:
         if self.gathered is None or not is_product(node):
             return states
         activation = [key[0] not in self.model.views for key in keys]
-        if all(activation) and any(s.inputs == tuple(states) and isinstance(s.outputs[0], Split) for s in node.meta["signatures"]):
+        if all(activation) and any(
+            s.inputs == tuple(states) and isinstance(s.outputs[0], Split) for s in node.meta["signatures"]
+        ):
             return states  # attention that is written out: its heads may be the same dim as the sequence of activations
         return [B if state == self.gathered and whole else state for state, whole in zip(states, activation)]
 
 
 def column_row_pairs(model: Model, layers: Sequence[Layer]) -> tuple[list[Layer], list[Layer]]:
-    """Returns the layers to split by columns, and those to split by rows, whose operands' features are then split already.
+    """Returns the layers to split by columns, and those to split by rows, whose operands' features are then split
+    already.
 
     Every layer whose operand is whole is tried as a column; those whose features get to where they cannot be split, or
     leave the model, or reach no row are taken back, until none is.
@@ -263,7 +268,8 @@ def try_pairs(
 
 
 def carrying(model: Model, node: Node, keys: Sequence[Key], split: States) -> Signature | None:
-    """Returns the signature that goes on with the split of the operands; those that are not split stay whole, or are weights."""
+    """Returns the signature that goes on with the split of the operands; those that are not split stay whole, or are
+    weights."""
     for signature in node.meta["signatures"]:
         fits = all(
             state == split[key] if key in split else state == B or key[0] in model.views

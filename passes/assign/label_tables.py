@@ -27,9 +27,9 @@ Tensors = tuple[tuple[int, tuple[int, ...]], ...]
 class Table:
     """The labels of a node.
 
-    digits [labels, axes]: the number of the signature that each axis takes. bits [labels]: the order of axes that cut one
-    factor, see `sbpc.mesh.layout_codes`. seconds [labels]: of the local op. ins, outs: by operand and output the layout
-    codes [labels].
+    digits [labels, axes]: the number of the signature that each axis takes. bits [labels]: the order of axes that
+    cut one factor, see `sbpc.mesh.layout_codes`. seconds [labels]: of the local op. ins, outs: by operand and output
+    the layout codes [labels].
     """
 
     candidates: Candidates
@@ -110,9 +110,7 @@ def cut_masks(factors: Sequence[str | None], digits: Array) -> dict[str, Array]:
     return {factor: (which[digits].astype(np.int64) << bit).sum(1) for factor, which in cut.items()}
 
 
-def legal_labels(
-    candidates: Candidates, masks: Mapping[str, Array], bits: Array, sizes: Sequence[int]
-) -> Array:
+def legal_labels(candidates: Candidates, masks: Mapping[str, Array], bits: Array, sizes: Sequence[int]) -> Array:
     """Returns which labels keep the conditions of every factor that they cut. masks: see `cut_masks`."""
     legal = np.ones(len(bits), dtype=bool)
     factor_sizes = dict(candidates.sizes)
@@ -156,6 +154,7 @@ def call_seconds(
 
 
 def local_size(size: int, masks: Array, sizes: Sequence[int]) -> Array:
-    """Returns what the rank at coordinates 0 holds of a factor of `size`, by label. masks: the axes that cut it, as bits."""
+    """Returns what the rank at coordinates 0 holds of a factor of `size`, by label. masks: the axes that cut it, as
+    bits."""
     cut = (masks[:, None] >> np.arange(len(sizes))) & 1
     return (-(-size // np.where(cut == 1, np.array(sizes), 1).prod(1))).astype(float)

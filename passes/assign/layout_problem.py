@@ -31,7 +31,8 @@ from sbpc.solver.surroundings import Surroundings
 
 ORDERED = 3  # on meshes of more wide axes ops cut in mesh order only; what is stored may be cut in any
 MANY = 100  # labels of a renaming of dims beyond which those that cannot make a plan cheaper are left out
-HOME, MADE = -1, 1 << 20  # numbers of ports: operands from 0 on, outputs that are left somewhere below, those made above
+# numbers of ports: operands from 0 on, outputs that are left somewhere below, those made above
+HOME, MADE = -1, 1 << 20
 Key = tuple[Node, int]  # a value: a node, and which of its outputs
 Reader = tuple[int, int]  # a variable, and the number of the port at which it takes a value
 T = TypeVar("T")
@@ -40,13 +41,14 @@ T = TypeVar("T")
 class LayoutProblem:
     """The variables and values of an annotated graph, with a table of labels for every variable.
 
-    wishes: by node name. outputs: wishes by place in the output list; one that is missing is whole on all ranks. like: a problem of
-    the same graph and mesh with other wishes, whose tables and boxings are used again.
+    wishes: by node name. outputs: wishes by place in the output list; one that is missing is whole on all ranks.
+    like: a problem of the same graph and mesh with other wishes, whose tables and boxings are used again.
 
-    variables, tables: of nodes first, then of outputs that may be left in several layouts. By value: values; keys, which output of
-    which node it is; codes [layouts], of its layouts; counted_parts, what part of its seconds a boxing counts, less than 1 where it is
-    done once for all micro-batches. output_variables: by output the variable in whose layout it is left, None for an absent one.
-    output_tensors: by variable of an output, bytes per element and shape.
+    variables, tables: of nodes first, then of outputs that may be left in several layouts. By value: values; keys,
+    which output of which node it is; codes [layouts], of its layouts; counted_parts, what part of its seconds a
+    boxing counts, less than 1 where it is done once for all micro-batches. output_variables: by output the variable
+    in whose layout it is left, None for an absent one. output_tensors: by variable of an output, bytes per element
+    and shape.
 
     Raises PinError if a wish leaves a node nothing.
     """
@@ -54,15 +56,21 @@ class LayoutProblem:
     weighs_bytes = False  # of labels, as bytes have prices
 
     def __init__(
-        self, gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish],
+        self,
+        gm: GraphModule,
+        mesh: Mesh,
+        wishes: Mapping[str, Wish],
+        outputs: Mapping[int, Wish],
         like: LayoutProblem | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.gm, self.mesh, self.parts = gm, mesh, gm.meta.get(ONCE, {})
         self.nodes = [node for node in gm.graph.nodes if "candidates" in node.meta]
         self.number = {node: at for at, node in enumerate(self.nodes)}
         self.known: dict[Any, Any] = {} if like is None else like.known  # see `once`
         self.tables = [self.table(node, wishes.get(node.name)) for node in self.nodes]
-        self.variables = [Variable(node.name, self.seconds_of(node, t), t.digits) for node, t in zip(self.nodes, self.tables)]
+        self.variables = [
+            Variable(node.name, self.seconds_of(node, t), t.digits) for node, t in zip(self.nodes, self.tables)
+        ]
         self.values: list[Value] = []
         self.codes: list[Array] = []
         self.keys: list[Key] = []
@@ -113,12 +121,17 @@ class LayoutProblem:
         )
         if not len(table):
             assert wish is not None
-            todo = "Ask for another layout." if shape else "It has no dims to split: leave out spread=, or plan the model without its loss."
+            todo = (
+                "Ask for another layout."
+                if shape
+                else "It has no dims to split: leave out spread=, or plan the model without its loss."
+            )
             raise PinError(at_node(f"{wish.reason}: no layout of this output is like that", node, todo))
         return table
 
     def add_outputs(self, wishes: Mapping[int, Wish]) -> dict[Key, list[Reader]]:
-        """Adds a variable for every output that may be left in several layouts; returns the outputs as readers of values.
+        """Adds a variable for every output that may be left in several layouts; returns the outputs as readers of
+        values.
 
         A gradient is read in its parameter's home.
         """
@@ -187,7 +200,8 @@ class LayoutProblem:
 
     @cached_property
     def named(self) -> dict[str, int]:
-        """The number of each variable, by the name of its node; by that of a result, of the one in whose layout it is left."""
+        """The number of each variable, by the name of its node; by that of a result, of the one in whose layout it
+        is left."""
         homes = {result_name(place): at for place, at in enumerate(self.output_variables) if at is not None}
         return homes | {node.name: at for at, node in enumerate(self.nodes)}
 
@@ -218,7 +232,9 @@ class LayoutProblem:
             full = seconds
             seconds = self.once((id(full), share), lambda: full * share)
             if key in self.gradients:
-                self.add_sums(producer, out, 1 - share, self.once((id(full), "sums"), lambda: self.sums(codes, full, *about)))
+                self.add_sums(
+                    producer, out, 1 - share, self.once((id(full), "sums"), lambda: self.sums(codes, full, *about))
+                )
         consumers = [(reader, wanted) for (reader, _), wanted in zip(readers, wants)]
         places = (MADE + key[1], *(place for _, place in readers))
         self.values.append(Value(producer, out, consumers, seconds, places))
@@ -227,22 +243,22 @@ class LayoutProblem:
         self.counted_parts.append(share)
 
     def add_sums(self, at: int, out: Array, part: float, sums: Array) -> None:
-        """Adds to the costs of what makes a gradient that it is added to those of other micro-batches. sums: seconds by layout."""
+        """Adds to the costs of what makes a gradient that it is added to those of other micro-batches. sums: seconds
+        by layout."""
         variable = self.variables[at]
         costs = self.once((id(variable.costs), id(out), part, id(sums)), lambda: variable.costs + part * sums[out])
         self.variables[at] = replace(variable, costs=costs)
 
     def sums(self, codes: Array, boxings: Array, shape: tuple[int, ...], itemsize: int) -> Array:
-        """Returns by layout the seconds of adding a value to another one: there, or where it may be boxed before, as a plan under a limit
-        of memory does. So they bound both."""
+        """Returns by layout the seconds of adding a value to another one: there, or where it may be boxed before, as
+        a plan under a limit of memory does. So they bound both."""
         size = elements(codes, shape, self.mesh.sizes)
         added: Array = (boxings + self.mesh.cluster.kernel_seconds("add", size, 3 * itemsize * size)).min(axis=1)
         return added
 
-    def boxings(
-        self, ports: list[Array], shape: tuple[int, ...], itemsize: int
-    ) -> tuple[Array, list[Array], Array]:
-        """Returns the codes of all layouts at these ports, by port and label which of them it is, and the seconds between them."""
+    def boxings(self, ports: list[Array], shape: tuple[int, ...], itemsize: int) -> tuple[Array, list[Array], Array]:
+        """Returns the codes of all layouts at these ports, by port and label which of them it is, and the seconds
+        between them."""
         codes = np.unique(np.concatenate(list({id(port): port for port in ports}.values())))
         seconds = self.once((codes.tobytes(), shape, itemsize), lambda: closure(codes, shape, itemsize, self.mesh))
         numbers = {id(port): np.searchsorted(codes, port) for port in ports}
@@ -265,7 +281,8 @@ class LayoutProblem:
         return labels
 
     def labels(self, assignment: Assignment) -> list[int]:
-        """Returns the labels of an assignment; a node that has none, or is not to take it here, takes the cheapest one."""
+        """Returns the labels of an assignment; a node that has none, or is not to take it here, takes the cheapest
+        one."""
         known = self.known_labels(assignment)
         labels = [label or 0 for label in known]
         if None in known:

@@ -29,8 +29,8 @@ class PlaceKind(Enum):
 class Place:
     """A tensor, or several, of a node.
 
-    index: the number of the output or operand. mask: of a working set, a bit for every operand that is counted, and above
-    these a bit for every output that is read.
+    index: the number of the output or operand. mask: of a working set, a bit for every operand that is counted, and
+    above these a bit for every output that is read.
     """
 
     kind: PlaceKind

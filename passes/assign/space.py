@@ -43,7 +43,9 @@ class Space(LayoutProblem):
         labels = min([solution.labels, *known], key=lambda each: total(self.problem, each))
         seconds = total(self.problem, labels)
         if not np.isfinite(seconds):
-            raise LayoutError("no assignment joins these layouts: a boxing between them does not exist\n  Remove pins one by one.")
+            raise LayoutError(
+                "no assignment joins these layouts: a boxing between them does not exist\n  Remove pins one by one."
+            )
         self.multipliers = solution.proof
         self.gap = gap_of(seconds, solution.lower_bound)
         return self.assignment(labels), solution.lower_bound
@@ -74,14 +76,16 @@ class Space(LayoutProblem):
         return self, self.problem, 0.0
 
     def certify(self, plan: Plan, limit: float) -> tuple[Plan | None, float]:
-        """Returns no other plan, and a bound found in about `limit` CPU seconds; its multipliers are kept if they give a better one."""
+        """Returns no other plan, and a bound found in about `limit` CPU seconds; its multipliers are kept if they
+        give a better one."""
         bound, proof = certify(self.problem, self.classes(1), self.seconds(plan.assignment), limit)
         if bound > checked_bound(self.problem, self.proof):
             self.multipliers = proof
         return None, bound
 
     def classes(self, apart: int = 0) -> list[int]:
-        """Returns, by variable, the number of its class: calls at one place of repeated blocks, and what only they read.
+        """Returns, by variable, the number of its class: calls at one place of repeated blocks, and what only they
+        read.
 
         apart: so many blocks at either end of a run of blocks stay on their own.
         """
@@ -122,9 +126,10 @@ class Space(LayoutProblem):
         return id(self.tables[at]), *((id(self.tables[self.number[node]]), index) for node, index in producers)
 
 
-# --- repeated blocks, found by a structural hash, so that equal layers are planned once ------------------------------------
-# The calls stand in the order of execution; in it equal blocks, one after the other, are a tandem repeat: token number i
-# equals token number i + period over a long run. A token says what an op is, and what its operands are.
+# --- repeated blocks, found by a structural hash, so that equal layers are planned once
+# ------------------------------------ The calls stand in the order of execution; in it equal blocks, one after the
+# other, are a tandem repeat: token number i equals token number i + period over a long run. A token says what an op is,
+# and what its operands are.
 @dataclass(frozen=True)
 class Run:
     """Blocks of `period` tokens from `start` on; the last one may be cut short at `stop`."""

@@ -1,4 +1,5 @@
-"""Labels under which a node runs in two phases, as the small graph of its rule: which are legal, their seconds and bytes."""
+"""Labels under which a node runs in two phases, as the small graph of its rule: which are legal, their seconds and
+bytes."""
 
 from __future__ import annotations
 
@@ -87,8 +88,8 @@ def two_phase_seconds(table: Table, tensors: Tensors) -> Array:
 def two_phase_bytes(table: Table, tensors: Tensors, mask: int) -> Array:
     """Returns the most that sub-ops have alive at once, by label, without boxings among them.
 
-    mask: bits of the operands that count, and above these of the results that something reads. Everything is alive till its
-    last reader.
+    mask: bits of the operands that count, and above these of the results that something reads. Everything is alive
+    till its last reader.
     """
     phases, count, sizes = table.candidates.phases, len(table.ins), table.mesh.sizes
     assert phases is not None
@@ -123,7 +124,8 @@ def storages(parts: Sequence[SubOp], operands: int) -> dict[int, int]:
 
 
 def last_uses(parts: Sequence[SubOp], results: Sequence[int], storage: Mapping[int, int]) -> dict[int, int]:
-    """Returns, by value, the place of the last sub-op that reads it or a view of it; results are read after all of them."""
+    """Returns, by value, the place of the last sub-op that reads it or a view of it; results are read after all of
+    them."""
     last = dict.fromkeys(results, len(parts))
     for at, part in enumerate(parts):
         last |= {number: max(at, last.get(number, 0)) for number in part.reads}

@@ -1,4 +1,5 @@
-"""What layouts must be like: what the user asks of inputs, outputs, parameters and values, as wishes for nodes and outputs.
+"""What layouts must be like: what the user asks of inputs, outputs, parameters and values, as wishes for nodes and
+outputs.
 
 A wish leaves a node the signatures whose first output is as wished, see `sbpc.mesh.pins.Wish`.
 """
@@ -53,7 +54,8 @@ def wishes(gm: GraphModule, mesh: Mesh, options: Options, whole: GraphModule | N
 def expert_alternatives(
     gm: GraphModule, mesh: Mesh, asked: Mapping[str, Wish], whole: GraphModule | None = None
 ) -> Iterator[dict[str, Wish]]:
-    """Yields what was asked together with the scheme of each expert that fits the model, the mesh and what was asked."""
+    """Yields what was asked together with the scheme of each expert that fits the model, the mesh and what was
+    asked."""
     model = Model(whole or gm)
     for name in EXPERTS:
         with suppress(PinError, PlanError):
@@ -61,11 +63,14 @@ def expert_alternatives(
 
 
 def scheme_of(gm: GraphModule, mesh: Mesh, name: str, model: Model, copied: bool) -> dict[str, Wish]:
-    """Returns the scheme of an expert. copied: the model is the step in one piece, of which `gm` has copies in micro-batches."""
+    """Returns the scheme of an expert. copied: the model is the step in one piece, of which `gm` has copies in
+    micro-batches."""
     wishes = expert_wishes(model, mesh, name)
     if not copied:
         return wishes
-    origins = {node.name: node.meta.get("origin", node.name if node.op == "placeholder" else "") for node in gm.graph.nodes}
+    origins = {
+        node.name: node.meta.get("origin", node.name if node.op == "placeholder" else "") for node in gm.graph.nodes
+    }
     return {name: wishes[origin] for name, origin in origins.items() if origin in wishes}
 
 
@@ -78,10 +83,15 @@ def with_recomputed(gm: GraphModule, wishes: Mapping[str, Wish]) -> dict[str, Wi
 def placeholder_wishes(gm: GraphModule, mesh: Mesh, inputs: Layouts, outputs: Layouts, spread: bool) -> dict[str, Wish]:
     """Returns, by node, how inputs, tangents, buffers and, with `spread`, parameters are stored."""
     ports = gm.meta["ports"]
-    for name, given, kind, among in (("inputs", inputs, INPUT, ports.inputs), ("outputs", outputs, OUTPUT, ports.outputs)):
+    for name, given, kind, among in (
+        ("inputs", inputs, INPUT, ports.inputs),
+        ("outputs", outputs, OUTPUT, ports.outputs),
+    ):
         tensors = sum(port.kind == kind for port in among)
         if given is not None and len(given) != tensors:
-            raise PinError(f"{name}= has {len(given)} layouts for {tensors} tensors\n  Give one per tensor, None for whole.")
+            raise PinError(
+                f"{name}= has {len(given)} layouts for {tensors} tensors\n  Give one per tensor, None for whole."
+            )
     wishes: dict[str, Wish] = {}
     for port, node in placeholders(gm).items():
         reason = f"{OUTPUT if port.kind == TANGENT else port.kind} {port.name}"
@@ -133,7 +143,9 @@ def pin_wishes(gm: GraphModule, mesh: Mesh, pins: Mapping[str, str], stored: Map
         wishes |= resolve_pins(of_values, parameters | values, mesh)
     for name, wish in wishes.items():
         if name in stored and stored[name].states:
-            raise PinError(f"{wish.reason} pins an input or a buffer\n  Lay out inputs with inputs=; buffers are whole.")
+            raise PinError(
+                f"{wish.reason} pins an input or a buffer\n  Lay out inputs with inputs=; buffers are whole."
+            )
     return wishes
 
 

@@ -23,7 +23,8 @@ Table = Mapping[Any, Callable[..., Any]]  # of decompositions, by op
 
 
 def decompose(gm: GraphModule) -> GraphModule:
-    """Returns the graph with ops that have no rule taken apart; `meta["decomposed"]` of a call says of which op it is a part.
+    """Returns the graph with ops that have no rule taken apart; `meta["decomposed"]` of a call says of which op it
+    is a part.
 
     Before: a canonical graph. After: an op without a rule is one that torch has no decomposition of, or one with a part
     that has no rule. The parts have the module and the line of the op.
@@ -53,7 +54,9 @@ def apart(table: Table, write: Writer, *args: Any, **kwargs: Any) -> Any:
         return None
     values = {node: node.meta["val"] for node in nodes_in((args, kwargs))}
     with write.mode:  # nodes whose values are alike may share a fake tensor
-        fresh = {node: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for node, x in values.items()}
+        fresh = {
+            node: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for node, x in values.items()
+        }
     given, named = map_arg((args, kwargs), fresh.__getitem__)
     trace = Trace(table, {id(value): node for node, value in fresh.items()})
     try:
@@ -106,7 +109,8 @@ class Trace(TorchDispatchMode):  # type: ignore[misc]
         return made
 
     def gives(self, value: Any, wanted: Any) -> bool:
-        """Returns whether a value is an operand or made by a call, and of the right shape and type; or no tensor, as is wanted."""
+        """Returns whether a value is an operand or made by a call, and of the right shape and type; or no tensor, as
+        is wanted."""
         if not isinstance(value, Tensor) or not isinstance(wanted, Tensor):
             return isinstance(value, Tensor) == isinstance(wanted, Tensor)
         return id(value) in self.seen and value.shape == wanted.shape and value.dtype == wanted.dtype

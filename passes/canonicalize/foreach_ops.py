@@ -48,7 +48,8 @@ def grown(do: Write, x: Any, y: Any, factor: Any) -> Any:
 
 
 def steps(formula: Formula, lists: Sequence[str]) -> Callable[..., Any]:
-    """Returns the rewrite of a fused step: `formula` for every parameter, its results as lists in the order of the op's."""
+    """Returns the rewrite of a fused step: `formula` for every parameter, its results as lists in the order of the
+    op's."""
 
     def write_all(write: Writer, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], ...]:
         given = write.arguments(args, kwargs)
@@ -77,9 +78,19 @@ def steps(formula: Formula, lists: Sequence[str]) -> Callable[..., Any]:
 
 
 def sgd(
-    do: Write, *, self: Node, grads: Node, momentum_buffer_list: Node | None, weight_decay: float, momentum: float,
-    lr: Any, dampening: float, nesterov: bool, maximize: bool, is_first_step: bool,
-) -> tuple[Any, ...]:  # fmt: skip
+    do: Write,
+    *,
+    self: Node,
+    grads: Node,
+    momentum_buffer_list: Node | None,
+    weight_decay: float,
+    momentum: float,
+    lr: Any,
+    dampening: float,
+    nesterov: bool,
+    maximize: bool,
+    is_first_step: bool,
+) -> tuple[Any, ...]:
     """Returns the parameter, the gradient and the momentum after a step."""
     change = do("neg", grads) if maximize else grads
     change = grown(do, change, self, weight_decay) if weight_decay else change
@@ -94,10 +105,22 @@ def adam(decoupled: bool) -> Formula:
     """Returns the formula of Adam, or of AdamW, whose decay of weights is decoupled from the gradient."""
 
     def formula(
-        do: Write, *, self: Node, grads: Node, exp_avgs: Node, exp_avg_sqs: Node, max_exp_avg_sqs: Node | None,
-        state_steps: Node, lr: Any, beta1: float, beta2: float, weight_decay: float, eps: float, amsgrad: bool,
+        do: Write,
+        *,
+        self: Node,
+        grads: Node,
+        exp_avgs: Node,
+        exp_avg_sqs: Node,
+        max_exp_avg_sqs: Node | None,
+        state_steps: Node,
+        lr: Any,
+        beta1: float,
+        beta2: float,
+        weight_decay: float,
+        eps: float,
+        amsgrad: bool,
         maximize: bool,
-    ) -> tuple[Any, ...]:  # fmt: skip
+    ) -> tuple[Any, ...]:
         """Returns the parameter, the gradient and the averages after a step."""
         change = do("neg", grads) if maximize else grads
         x = self

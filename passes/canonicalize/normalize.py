@@ -76,9 +76,11 @@ def mean(
 
 
 def nll_loss(write: Writer, x: Any, target: Node, weight: Any, reduction: int, ignore: int) -> Any:
-    """Writes the mean as the sum over the total weight of all targets that count, in float32 where a float16 sum could overflow.
+    """Writes the mean as the sum over the total weight of all targets that count, in float32 where a float16 sum
+    could overflow.
 
-    The op gives that weight too, but only together with the loss: made from the targets alone it is there before the forward has run.
+    The op gives that weight too, but only together with the loss: made from the targets alone it is there before the
+    forward has run.
     """
     if reduction != MEAN:
         return None
@@ -136,10 +138,12 @@ def loss_of_points_backward(write: Writer, *args: Any, **kwargs: Any) -> Node | 
 
 
 def grouped(write: Writer, rows: Node, matrices: Node, ends: Node) -> Node | None:
-    """Writes the product of each group of rows with its matrix, an op of `transformers`, as torch's `_grouped_mm`, which has a rule.
+    """Writes the product of each group of rows with its matrix, an op of `transformers`, as torch's `_grouped_mm`,
+    which has a rule.
 
-    A mixture of experts of that library calls its own ops in the place of torch's while it is being compiled, in other types
-    than bfloat16. Torch's op wants rows that are dense and a multiple of 16 bytes long; others are left as they are.
+    A mixture of experts of that library calls its own ops in the place of torch's while it is being compiled, in
+    other types than bfloat16. Torch's op wants rows that are dense and a multiple of 16 bytes long; others are left
+    as they are.
     """
     return product(write, rows, matrices, ends) if divides(rows, matrices) else None
 

@@ -1,7 +1,8 @@
-"""Watches the attributes of a model while its forward runs, and the globals that its code names: which are read, which change.
+"""Watches the attributes of a model while its forward runs, and the globals that its code names: which are read,
+which change.
 
-A program computes with the values that were read, and writes buffers alone: what is read becomes a guard of the plan, and a number
-that the forward changes, or a tensor that it keeps, is refused. All are put back afterwards.
+A program computes with the values that were read, and writes buffers alone: what is read becomes a guard of the
+plan, and a number that the forward changes, or a tensor that it keeps, is refused. All are put back afterwards.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ TORCH_OWN = (nn.Module.__call__.__code__.co_filename, SBPC)  # reads of code in 
 BY_IDENTITY: Any = object.__hash__
 IN_SET = "Keep them in a list or a dict by name, so that what they hold can be found again."
 DRAWN = "Draw them by torch, such as torch.rand(()), or outside of the forward and pass them as arguments."
-KEPT = "Return it from the forward, or reset the attribute before the forward ends; make a constant in __init__, by register_buffer."
+KEPT = (
+    "Return it from the forward, or reset the attribute before the forward ends; make a constant in __init__, by "
+    "register_buffer."
+)
 First = tuple[str, dict[str, Any], str, Any, str]
 CHANGING = (list, deque, dict, set, np.ndarray, FunctionType, *RECORDS)
 
@@ -52,12 +56,13 @@ CHANGING = (list, deque, dict, set, np.ndarray, FunctionType, *RECORDS)
 class Attributes:
     """The attributes of some modules, and of the plain objects and containers in them, while a forward runs.
 
-    guards: by path, the text of every value that was read before it was written. before: by id of an owner, its attributes.
-    contents: by id of a container, its path, itself, what it held, and the id of the attribute's value in which it is. first: what the
-    forward has set that was None or not there: path, table of attributes, name, value and lines. lines: of the last write, by id of the
-    owner and name, and of the last read before it changed, by id of the container; None for code of torch. outside: by path, what is
-    looked up in globals, modules and classes: where, under which name, and what stood there. functions: those that may run. roots: by
-    name, what paths begin with besides the module: a loss, hooks, and the globals of modules that are not among those imported.
+    guards: by path, the text of every value that was read before it was written. before: by id of an owner, its
+    attributes. contents: by id of a container, its path, itself, what it held, and the id of the attribute's value
+    in which it is. first: what the forward has set that was None or not there: path, table of attributes, name,
+    value and lines. lines: of the last write, by id of the owner and name, and of the last read before it changed,
+    by id of the container; None for code of torch. outside: by path, what is looked up in globals, modules and
+    classes: where, under which name, and what stood there. functions: those that may run. roots: by name, what paths
+    begin with besides the module: a loss, hooks, and the globals of modules that are not among those imported.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -75,7 +80,8 @@ class Attributes:
         self.generators: dict[int, tuple[str, Any, str]] = {}  # of random numbers, and where they stood
         self.keep("random", getattr(random.random, "__self__"))  # noqa: B009
         self.keep("numpy.random", getattr(np.random.rand, "__self__"))  # noqa: B009
-        self.caches: dict[int, tuple[Any, int]] = {}  # functions that remember what they gave, and how often they were run
+        # functions that remember what they gave, and how often they were run
+        self.caches: dict[int, tuple[Any, int]] = {}
         self.waiting = deque[tuple[Any, FunctionType]]()  # to be visited; the first one is
         self.classes, self.reading = ExitStack(), False
         self.watched: set[type] = set()
@@ -150,11 +156,14 @@ class Attributes:
             self.keep(path, value.__self__)
 
     def refuse_hidden(self, path: str, container: Any) -> None:
-        """Raises CaptureError for objects that can only be found by running through a set, or through the keys of a dict."""
+        """Raises CaptureError for objects that can only be found by running through a set, or through the keys of a
+        dict."""
         for each in container if isinstance(container, (set, frozenset, dict)) else ():
             hidden = isinstance(each, nn.Module) or is_object(each)
             if hidden and id(each) not in self.owners and type(each).__hash__ is BY_IDENTITY:
-                raise user_error(f"the forward reads {path!r}, a {type(container).__name__} of objects", user_stack(), IN_SET)
+                raise user_error(
+                    f"the forward reads {path!r}, a {type(container).__name__} of objects", user_stack(), IN_SET
+                )
 
     def visit_class(self, kind: type) -> None:
         """Guards the globals that the methods of a class of somebody's own name."""
@@ -183,7 +192,9 @@ class Attributes:
         table, used = function.__globals__, names_in(function.__code__)
         if not is_own(table):
             return
-        self.guards |= {path: text_of(mode()) for path, mode in MODES.items() if path[len("torch.") : -len("()")] in used}
+        self.guards |= {
+            path: text_of(mode()) for path, mode in MODES.items() if path[len("torch.") : -len("()")] in used
+        }
         for names in chains(function.__code__):
             self.follow(table, self.prefix(table), names, used)
         if isinstance(value, classmethod) or used & {"type", "__class__"}:
@@ -199,7 +210,11 @@ class Attributes:
     def fields(self, owner: Any, path: str, names: Set[str]) -> None:
         """Guards what a class or a module has under some names, of which a forward may read any."""
         owner = vars(owner) if isinstance(owner, ModuleType) else owner
-        tables = [owner] if isinstance(owner, dict) else [vars(kind) for kind in owner.__mro__ if is_foreign(kind.__module__)]
+        tables = (
+            [owner]
+            if isinstance(owner, dict)
+            else [vars(kind) for kind in owner.__mro__ if is_foreign(kind.__module__)]
+        )
         for name in sorted({name for table in tables for name in table if not name.startswith("__")} & set(names)):
             self.follow(owner, path, [name], frozenset())
 
@@ -257,7 +272,8 @@ class Attributes:
             self.adopt(path, value, names_in(code) if code else frozenset())
 
     def check(self, own: Iterable[Tensor]) -> None:
-        """Raises CaptureError if a number is other than it was, or if there is a tensor that was not. own: parameters and buffers."""
+        """Raises CaptureError if a number is other than it was, or if there is a tensor that was not. own:
+        parameters and buffers."""
         fine = set(map(id, own))
         for key, (prefix, owner) in self.owners.items():
             before, now = self.before[key], getattr(owner, "__dict__", {})
@@ -279,7 +295,11 @@ class Attributes:
                 free = old if isinstance(value, FunctionType) else ()
                 lines = self.lines.get(read) or line_of(self.functions, *free, path.partition(":")[2].partition(".")[0])
                 if isinstance(value, dict) and all(value.get(key, ABSENT) is item for key, item in old.items()):
-                    new = [(key, item) for key, item in value.items() if key not in old and compare(path, ABSENT, item, lines, fine)]
+                    new = [
+                        (key, item)
+                        for key, item in value.items()
+                        if key not in old and compare(path, ABSENT, item, lines, fine)
+                    ]
                     self.first += [(path, value, key, item, lines) for key, item in new]
                 else:
                     compare(path, old, table_of(value), lines, fine)
@@ -293,7 +313,10 @@ class Attributes:
                 old, new = before.get(name), now.get(name)
                 if (old is None) != (new is None) or (table == CHILDREN and old is not new):
                     what = f"the forward makes, replaces or deletes {f'{path}.{name}'.lstrip('.')!r}"
-                    raise CaptureError(f"{what}\n  Make it in __init__: a program has the modules, parameters and buffers that there are.")
+                    raise CaptureError(
+                        f"{what}\n  Make it in __init__: a program has the modules, parameters and buffers that there "
+                        "are."
+                    )
 
     def restore(self) -> None:
         """Puts all back as it was: a forward may keep fake tensors or count its calls."""
@@ -315,7 +338,8 @@ class Attributes:
 
 
 def compare(path: str, old: Any, new: Any, lines: str, own: Container[int], read: bool = True) -> bool:
-    """Raises CaptureError if a value at a path holds tensors that it did not hold, or is another number. own: ids of weights.
+    """Raises CaptureError if a value at a path holds tensors that it did not hold, or is another number. own: ids of
+    weights.
 
     read: whether the forward has read it as it was. Returns whether it is a number where none was, that has been read.
     """
@@ -329,7 +353,9 @@ def compare(path: str, old: Any, new: Any, lines: str, own: Container[int], read
         return False
     number = is_plain(new) or (is_plain(old) and not isinstance(old, CONTAINERS))
     if number and old is not ABSENT and old is not None:
-        what = f"the forward changes {path!r} from {before} to {now}, and a program always computes as if it were {before}"
+        what = (
+            f"the forward changes {path!r} from {before} to {now}, and a program always computes as if it were {before}"
+        )
         todo = "Keep it in a buffer, pass it as an argument, or change it outside of the forward."
         raise user_error(what, lines, f"{todo} If it stays as the first call leaves it, run the model once before.")
     return is_plain(new) and new is not None and new is not ABSENT
@@ -354,7 +380,10 @@ def settled(first: Iterable[First]) -> Iterator[None]:
 def refuse_iterator(path: str, value: Any) -> None:
     """Raises CaptureError for an iterator, of which a program would have the same item for ever."""
     if isinstance(value, Iterator) and not isinstance(value, io.IOBase) and not is_object(value):
-        what = f"the forward reads {path!r}, a {type(value).__name__}, and its program would have the same item in every step"
+        what = (
+            f"the forward reads {path!r}, a {type(value).__name__}, and its program would have the same item in every "
+            "step"
+        )
         raise user_error(what, user_stack(), "Take the item outside of the forward, and pass it as an argument.")
 
 

@@ -64,8 +64,10 @@ def capture(
 
 @contextlib.contextmanager
 def _all_seeded() -> Iterator[None]:
-    """Has the model's code raise CaptureError where it makes a generator of random numbers without a seed, or asks the system for some."""
-    places: list[tuple[Any, str]] = [(random, "_urandom"), (random.Random, "seed")]  # numpy draws its seeds by `secrets`, that by `random`
+    """Has the model's code raise CaptureError where it makes a generator of random numbers without a seed, or asks
+    the system for some."""
+    # numpy draws its seeds by `secrets`, that by `random`
+    places: list[tuple[Any, str]] = [(random, "_urandom"), (random.Random, "seed")]
     before = [getattr(owner, name) for owner, name in places]
 
     def refused() -> None:
@@ -73,7 +75,10 @@ def _all_seeded() -> Iterator[None]:
         while frame.f_globals.get("__name__") in ("random", "secrets"):
             frame = frame.f_back
         if is_foreign(frame.f_globals.get("__name__")):
-            what = "the forward draws random numbers without a seed, and its program would have the same ones in every step"
+            what = (
+                "the forward draws random numbers without a seed, and its program would have the same ones in every "
+                "step"
+            )
             raise user_error(what, user_stack(), DRAWN)
 
     def random_bytes(count: int) -> bytes:
@@ -95,7 +100,8 @@ def _all_seeded() -> Iterator[None]:
 
 
 def _traced(request: tuple[Any, ...], train: bool, method: str) -> tuple[GraphModule, list[First]]:
-    """Returns the graph, and what the forward has set that was not there. Fresh fakes for each method: the first may write into its own."""
+    """Returns the graph, and what the forward has set that was not there. Fresh fakes for each method: the first may
+    write into its own."""
     if method == "light":
         try:
             source = fake_model(*request)
@@ -109,7 +115,8 @@ def _traced(request: tuple[Any, ...], train: bool, method: str) -> tuple[GraphMo
 
 
 def _settle(gm: GraphModule, again: GraphModule, first: Sequence[First], more: Sequence[First]) -> None:
-    """Adds the guards of a second forward, on the attributes that a first has set. Raises CaptureError if it computes something else."""
+    """Adds the guards of a second forward, on the attributes that a first has set. Raises CaptureError if it
+    computes something else."""
 
     def text(each: GraphModule) -> str:
         return f"{each.graph} {[(name, value.tolist()) for name, value in each.named_buffers()]}"
@@ -117,7 +124,9 @@ def _settle(gm: GraphModule, again: GraphModule, first: Sequence[First], more: S
     if more or text(gm) != text(again):
         path, _, _, value, lines = [*more, *first][0]
         what = f"the forward sets {path!r} to {text_of(value)}, and computes something else in the next call"
-        raise user_error(what, lines, "Run the model once before it is planned: the plan is then of the calls after the first.")
+        raise user_error(
+            what, lines, "Run the model once before it is planned: the plan is then of the calls after the first."
+        )
     for path, texts in again.meta[GUARDS].items():
         known = gm.meta[GUARDS].setdefault(path, [COMPUTED])  # as a cached property, until the first call
         known += [text for text in texts if text not in known]
@@ -164,10 +173,14 @@ def _tangents(source: FakeModel, light: Light, outputs: Sequence[Tensor]) -> dic
 CAUSES = {
     ".numpy() is not supported": ("asks for the values of a tensor with .numpy()", "Write it with torch alone."),
     "Mixing fake modes": ("makes copies with copy.deepcopy", "Copy in __init__, or copy a tensor with clone()."),
-    "its data is not allocated yet": ("asks for the values of tensors, as torch.tensor([x, y]) does", "Write torch.stack."),
+    "its data is not allocated yet": (
+        "asks for the values of tensors, as torch.tensor([x, y]) does",
+        "Write torch.stack.",
+    ),
     "shape_env must not be None": ("makes a nested tensor", "Pad to one length, and mask the padding."),
     "backward through the graph a second time": (
-        "finds that the forward has called backward already", "Leave that to the training loop, or use autograd.grad."
+        "finds that the forward has called backward already",
+        "Leave that to the training loop, or use autograd.grad.",
     ),
     "use_reentrant=True": ("uses torch.utils.checkpoint with use_reentrant=True", "Give it use_reentrant=False."),
 }

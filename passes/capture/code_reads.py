@@ -28,7 +28,8 @@ INSIDE: dict[type, str] = {  # where a function is in what holds one
 
 @functools.lru_cache(maxsize=1 << 12)
 def chains(code: CodeType) -> list[tuple[str, ...]]:
-    """Returns the globals that a code loads or sets, each with the attributes that are read from it at once: `cfg.rope.beta`."""
+    """Returns the globals that a code loads or sets, each with the attributes that are read from it at once:
+    `cfg.rope.beta`."""
     found: dict[tuple[str, ...], None] = {}
     argument, chain = 0, tuple[str, ...]()
     for op, low in zip(code.co_code[::2], code.co_code[1::2]):
@@ -47,7 +48,8 @@ def chains(code: CodeType) -> list[tuple[str, ...]]:
 
 @functools.lru_cache(maxsize=1 << 12)
 def names_in(code: CodeType) -> frozenset[str]:
-    """Returns the names and the texts in a code, and so of all attributes that it may read, unless it computes their names."""
+    """Returns the names and the texts in a code, and so of all attributes that it may read, unless it computes their
+    names."""
     names = {*code.co_names, *(text for text in code.co_consts if isinstance(text, str))}
     return frozenset(names.union(*map(names_in, inner_codes(code))))
 
@@ -65,9 +67,12 @@ def function_in(value: Any) -> FunctionType | None:
 
 
 def line_of(functions: Iterable[FunctionType], *names: str) -> str:
-    """Returns the line of the first of some functions that sets one of some names, or else reads it; "" if none does."""
+    """Returns the line of the first of some functions that sets one of some names, or else reads it; "" if none
+    does."""
     found = ""
-    codes = [(function, code) for function in functions for code in (function.__code__, *inner_codes(function.__code__))]
+    codes = [
+        (function, code) for function in functions for code in (function.__code__, *inner_codes(function.__code__))
+    ]
     for _, code in codes:
         number = code.co_firstlineno
         for each in dis.get_instructions(code):

@@ -33,7 +33,9 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
 def parts_of(container: Any) -> Iterator[tuple[Any, Any]]:
     """The items of a container that a path can name, with what names them."""
     table = table_of(container)
-    pairs: Iterable[tuple[Any, Any]] = table.items() if isinstance(table, dict) else enumerate(table) if isinstance(table, LISTS) else ()
+    pairs: Iterable[tuple[Any, Any]] = (
+        table.items() if isinstance(table, dict) else enumerate(table) if isinstance(table, LISTS) else ()
+    )
     for place, (key, item) in enumerate(pairs):
         named = type(key) is int or (isinstance(key, str) and "." not in key and not key.startswith("["))
         yield key if named else f"[{place}]", item
@@ -94,8 +96,13 @@ def put_back(owner: Any, name: str, value: Any) -> None:
 
 
 def is_object(value: Any) -> bool:
-    """Whether a value is an object of a class of somebody's own, such as a configuration: not of Python's, of torch's or of sbpc's."""
+    """Whether a value is an object of a class of somebody's own, such as a configuration: not of Python's, of
+    torch's or of sbpc's."""
     kind = type(value)
-    if isinstance(value, (Tensor, type, FunctionType, ModuleType)) or is_plain(value) or kind.__flags__ >> 8 & 3 != MUTABLE:
+    if (
+        isinstance(value, (Tensor, type, FunctionType, ModuleType))
+        or is_plain(value)
+        or kind.__flags__ >> 8 & 3 != MUTABLE
+    ):
         return False
     return kind is argparse.Namespace or is_foreign(kind.__module__)

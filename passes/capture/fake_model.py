@@ -1,4 +1,5 @@
-"""Makes a module with its loss a function of named fake parameters, buffers and input leaves, which the tracers call."""
+"""Makes a module with its loss a function of named fake parameters, buffers and input leaves, which the tracers
+call."""
 
 from __future__ import annotations
 
@@ -37,10 +38,10 @@ class FakeModel:
     """A module with its loss, and the fake tensors on which it runs.
 
     arguments: the structure of (args and targets, kwargs); the first `count` positional ones go to the module.
-    parameters, buffers: fakes by first qualified name. inputs: fakes of the argument leaves; labels: readable names for
-    them. known: by id the real tensors that may turn up in the forward although nothing passes them in, with the fake
-    that stands for each, or None where its values are constants (a buffer of a loss module). guards, roots, first: what `Attributes`
-    found in the last forward.
+    parameters, buffers: fakes by first qualified name. inputs: fakes of the argument leaves; labels: readable names
+    for them. known: by id the real tensors that may turn up in the forward although nothing passes them in, with the
+    fake that stands for each, or None where its values are constants (a buffer of a loss module). guards, roots,
+    first: what `Attributes` found in the last forward.
     """
 
     module: nn.Module
@@ -77,7 +78,8 @@ class FakeModel:
     def substituted(self, parameters: Mapping[str, Tensor], buffers: Named) -> Iterator[Callable[[], Named]]:
         """Puts `parameters` and `buffers` into the module while this lasts. Afterwards every attribute is as it was.
 
-        Yields a function that returns which buffers the forward has replaced (`self.count = self.count + 1`) and by what.
+        Yields a function that returns which buffers the forward has replaced (`self.count = self.count + 1`) and by
+        what.
         """
         given = {**parameters, **buffers}
         places = list(slots(self.module))
@@ -137,7 +139,8 @@ class FakeModel:
 def fake_model(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Any, targets: Sequence[Any], dtype: Any
 ) -> FakeModel:
-    """Returns the model with fakes in the place of all parameters, buffers and arguments, which may be real, meta or fake.
+    """Returns the model with fakes in the place of all parameters, buffers and arguments, which may be real, meta or
+    fake.
 
     Raises CaptureError for tensors that are not plain, that share memory without being one, or have no shape yet.
     """
@@ -157,13 +160,26 @@ def fake_model(
         fakes[name] = nn.Parameter(_fake(value, device, mode), value.requires_grad)
     fake_buffers = {name: _fake(value, device, mode) for name, value in buffers.items()}
     inputs = [_fake(value, device, mode).requires_grad_(value.requires_grad) for value in leaves]
-    known: dict[int, tuple[Tensor, Tensor | None]] = {id(buffers[name]): (buffers[name], fake_buffers[name]) for name in buffers}
+    known: dict[int, tuple[Tensor, Tensor | None]] = {
+        id(buffers[name]): (buffers[name], fake_buffers[name]) for name in buffers
+    }
     if isinstance(loss, nn.Module):
         known |= {id(value): (value, None) for value in loss.buffers()}
     return FakeModel(
-        module, loss, len(args), arguments, fakes, fake_buffers, inputs, labels, {**tied, **tied_buffers},
-        known, device, dtype, mode,
-    )  # fmt: skip
+        module,
+        loss,
+        len(args),
+        arguments,
+        fakes,
+        fake_buffers,
+        inputs,
+        labels,
+        {**tied, **tied_buffers},
+        known,
+        device,
+        dtype,
+        mode,
+    )
 
 
 def _check_request(module: nn.Module, loss: Any, targets: Sequence[Any], dtype: Any) -> None:
@@ -171,12 +187,17 @@ def _check_request(module: nn.Module, loss: Any, targets: Sequence[Any], dtype: 
     for name, each in module.named_modules():
         if isinstance(each, torch.jit.ScriptModule):
             where = f": {name!r} is one" if name else ""
-            raise CaptureError(f"a TorchScript module cannot be captured{where}\n  Give the module that it was scripted from.")
+            raise CaptureError(
+                f"a TorchScript module cannot be captured{where}\n  Give the module that it was scripted from."
+            )
     if dtype not in (None, torch.bfloat16, torch.float16):
         raise CaptureError(f"dtype is {dtype}\n  The autocast type is torch.bfloat16 or torch.float16.")
     hooked = next((name for name, value in module.named_parameters() if has_hook(value)), None)
     if hooked is not None:
-        raise CaptureError(f"the parameter {hooked!r} has a hook, which no program calls\n  Register it on that of the parallel module.")
+        raise CaptureError(
+            f"the parameter {hooked!r} has a hook, which no program calls\n  Register it on that of the parallel "
+            "module."
+        )
     if loss is None and targets:
         raise CaptureError("targets without a loss\n  Give the loss, or pass the targets as arguments.")
     if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
@@ -248,7 +269,8 @@ def _snapshot(value: Any, mode: FakeTensorMode, known: dict[Any, Tensor]) -> Any
 
 
 def _device(tensors: Iterable[Tensor]) -> torch.device:
-    """Returns where the program runs: the device of the tensors, cpu where they are meta or that device is not there."""
+    """Returns where the program runs: the device of the tensors, cpu where they are meta or that device is not
+    there."""
     cpu = torch.device("cpu")
     device = next((value.device for value in tensors if value.device.type not in ("meta", "cpu")), cpu)
     return device if device.type == "cpu" or torch.get_device_module(device).is_available() else cpu

@@ -1,7 +1,8 @@
 """Traces lightly: every op that torch dispatches on fake tensors becomes a node of one graph.
 
 Tensors are matched to nodes by identity and all kept alive; a tensor that was never seen raises, so that nothing is
-silently left out. A write into fresh memory, or into a slice of it, is made functional; for any other write `NeedsAot` is raised.
+silently left out. A write into fresh memory, or into a slice of it, is made functional; for any other write
+`NeedsAot` is raised.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class Watch(TorchDispatchMode):
         if is_random(func, args, kwargs):
             return drawn(self.again, self.seed, func, args, kwargs)
         if func._schema.is_mutable and func.namespace != "aten":
-            raise user_error(f"{func} writes into its arguments", user_stack(), "Give it a form that returns new tensors.")
+            raise user_error(
+                f"{func} writes into its arguments", user_stack(), "Give it a form that returns new tensors."
+            )
         if func._schema.name.startswith("aten::_fused_") and func._schema.is_mutable:
             return self._write_lists(func, args, kwargs)
         for value in tensors_in((args, kwargs)):
@@ -262,7 +265,8 @@ class Light(Watch):
         return target
 
     def _views(self, target: Tensor) -> list[tuple[Node, Tensor]] | None:
-        """Returns the views that lead to a tensor, last first, and what each is one of, from the whole of its memory; None if others do."""
+        """Returns the views that lead to a tensor, last first, and what each is one of, from the whole of its
+        memory; None if others do."""
         sharing = self.sharing[storage_of(target)]
         made = {self.nodes[id(value)]: value for value in reversed(sharing)}
         found, node = list[tuple[Node, Tensor]](), self.node_of(target)
@@ -272,8 +276,10 @@ class Light(Watch):
         return found if place_of(made[node]) == place_of(sharing[0]) else None
 
     def _written(self, target: Tensor, node: Node, fresh: Tensor, views: Sequence[tuple[Node, Tensor]]) -> None:
-        """Makes `node`, whose value is `fresh`, what a tensor is now, and of it its memory and the views that lead to it. Other views are
-        forgotten: one that is read again needs AOTAutograd. A detached tensor is the whole of the other: a write is one of both."""
+        """Makes `node`, whose value is `fresh`, what a tensor is now, and of it its memory and the views that lead
+        to it. Other views are forgotten: one that is read again needs AOTAutograd. A detached tensor is the whole of
+        the other: a write is one of both.
+        """
         for view, source in views:
             scatter, place, named = SCATTERS[view.target], view.args[1:], dict(view.kwargs)
             fresh = run(scatter, (source, fresh, *place), named, self.stack())
@@ -310,7 +316,8 @@ class Light(Watch):
         return node
 
     def _registered(self, value: Tensor) -> Tensor:
-        """Returns `value` itself, or the fake for a real tensor that is a buffer under another name or one of the loss."""
+        """Returns `value` itself, or the fake for a real tensor that is a buffer under another name or one of the
+        loss."""
         if isinstance(value, FakeTensor):
             return value
         if id(value) not in self.fakes:
@@ -353,7 +360,8 @@ def refuse(func: Any) -> None:
 
 
 def unregistered(value: Tensor) -> CaptureError:
-    """Returns the error for a tensor that the model holds in an attribute: a graph could not follow later changes to it."""
+    """Returns the error for a tensor that the model holds in an attribute: a graph could not follow later changes to
+    it."""
     what = f"the model uses a tensor {list(value.shape)} that is no parameter, no buffer and no argument"
     return user_error(what, user_stack(), "Register it with register_buffer, or pass it as an argument.")
 
@@ -372,7 +380,8 @@ def place_of(value: Tensor) -> tuple[Any, ...]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Returns the nested value with every tensor changed, without a frame of torch between caller and `change`: see `user_stack`."""
+    """Returns the nested value with every tensor changed, without a frame of torch between caller and `change`: see
+    `user_stack`."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):

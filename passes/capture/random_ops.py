@@ -28,7 +28,8 @@ MANTISSA = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloa
 
 @dataclass(frozen=True)
 class Draw:
-    """What a random op is written with: `call(op, *args, **kwargs)` runs or records an op, `seed` is that of the step."""
+    """What a random op is written with: `call(op, *args, **kwargs)` runs or records an op, `seed` is that of the
+    step."""
 
     call: Callable[..., Any]
     seed: Tensor
@@ -155,7 +156,8 @@ DRAWS: dict[Any, Callable[..., Any]] = {
         draw.uniform(self.shape, self.dtype), ends["to"] - ends["from"], ends["from"]
     ),
 }
-"""Random op -> what computes its result from a Draw and from its arguments by name (generator, layout and the like left out)."""
+"""Random op -> what computes its result from a Draw and from its arguments by name (generator, layout and the like
+left out)."""
 PLACED = ("device", "generator", "layout", "memory_format", "pin_memory")
 
 
@@ -170,7 +172,8 @@ def is_random(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def drawn(call: Callable[..., Any], seed: Callable[[], Tensor], func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns what a random op gives, by `call`. Raises CaptureError, with the user's line, if it cannot be written so."""
+    """Returns what a random op gives, by `call`. Raises CaptureError, with the user's line, if it cannot be written
+    so."""
     given, write = named_arguments(func, args, kwargs), DRAWS.get(func)
     if write is None or given.get("generator") is not None:
         raise refusal(func, given)
@@ -184,9 +187,15 @@ def drawn(call: Callable[..., Any], seed: Callable[[], Tensor], func: Any, args:
 
 def refusal(func: Any, given: Mapping[str, Any], stack: str | None = None) -> Exception:
     """Returns the error for a random op that cannot be drawn element by element."""
-    what, todo = f"{func} draws random numbers in a way that no rank can follow alone", "Pass the result as an argument."
+    what, todo = (
+        f"{func} draws random numbers in a way that no rank can follow alone",
+        "Pass the result as an argument.",
+    )
     if given.get("generator") is not None:
-        what, todo = f"{func} draws from a generator of its own", "Leave the generator out: the program has its own seed."
+        what, todo = (
+            f"{func} draws from a generator of its own",
+            "Leave the generator out: the program has its own seed.",
+        )
     elif given.get("dropout_p") is not None:
         todo = "Take the plain kernel, with torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or a dropout of 0."
     return user_error(what, user_stack() if stack is None else stack, todo)

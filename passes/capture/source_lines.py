@@ -60,9 +60,11 @@ def _owner(file: str) -> str:
 
 def lines_text(*lines: SourceLine) -> str:
     """Returns two lines of text for each, with files relative to the working directory where they lie below it."""
-    # not remembered from one capture to the next: a file may have been edited and loaded anew, a cell of a notebook run again
+    # not remembered from one capture to the next: a file may have been edited and loaded anew, a cell of a notebook run
+    # again
     here = os.getcwd() + os.sep
     return "\n".join(
-        f'  File "{file.removeprefix(here)}", line {number}, in {function}\n    {linecache.getline(file, number).strip()}'
+        f'  File "{file.removeprefix(here)}", line {number}, in {function}\n    '
+        f"{linecache.getline(file, number).strip()}"
         for file, number, function in lines
     )

@@ -1,9 +1,11 @@
-"""The loop over micro-batches: cuts a step into the body, which one micro-batch runs, and what is done once before and after it.
+"""The loop over micro-batches: cuts a step into the body, which one micro-batch runs, and what is done once before
+and after it.
 
-The micro-batches are the ranks of a mesh of one axis, as in `sbpc.passes.loop.micro_batches`, so the rules themselves say what each
-value is: cut (a micro-batch has its part), whole (the same for all), or partial (the micro-batches' values add up). Here one body is
-written for all of them; which one it is, is an input. Where micro-batches come together their values are joined after the loop.
-What all micro-batches read of the whole batch, such as a count of targets, is computed before the loop, from the inputs alone.
+The micro-batches are the ranks of a mesh of one axis, as in `sbpc.passes.loop.micro_batches`, so the rules
+themselves say what each value is: cut (a micro-batch has its part), whole (the same for all), or partial (the
+micro-batches' values add up). Here one body is written for all of them; which one it is, is an input. Where
+micro-batches come together their values are joined after the loop. What all micro-batches read of the whole batch,
+such as a count of targets, is computed before the loop, from the inputs alone.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ from sbpc.plans.staged.loop import Loop, Source
 from sbpc.rules.choices import Candidates
 
 aten = torch.ops.aten
-JOINS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")  # equally dear, or parts are padded with zeros and added up
+# equally dear, or parts are padded with zeros and added up
+JOINS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 OUTSIDE = 1e-6  # what a byte that crosses once, outside the loop, counts beside one in it
 INDEX = "micro_batch"  # the placeholder for the number of the micro-batch
 
@@ -54,7 +57,8 @@ INDEX = "micro_batch"  # the placeholder for the number of the micro-batch
 def loop_of(gm: GraphModule, count: int) -> Loop:
     """Returns an annotated step as a loop over `count` micro-batches, the same on every cluster.
 
-    Raises PlanError if the batch does not divide, LoopError if a micro-batch cannot run without what others computed: the op is named.
+    Raises PlanError if the batch does not divide, LoopError if a micro-batch cannot run without what others
+    computed: the op is named.
     """
     batch = batch_of(gm, count)
     try:
@@ -80,7 +84,8 @@ def cut_evenly(gm: GraphModule) -> None:
 
 
 def of_parameters_alone(gm: GraphModule) -> dict[str, Wish]:
-    """Returns the wishes that what depends on parameters and no input, as a penalty on weights, is whole: parts would be padded."""
+    """Returns the wishes that what depends on parameters and no input, as a penalty on weights, is whole: parts
+    would be padded."""
     on_parameters, on_inputs = (depending_on(placeholders(gm, kind).values()) for kind in (PARAMETER, INPUT))
     calls = [node for node in gm.graph.nodes if node.op == "call_function" and value_of(node)[0] is node]
     found = [node for node in calls if node in on_parameters and node not in on_inputs]
@@ -88,7 +93,8 @@ def of_parameters_alone(gm: GraphModule) -> dict[str, Wish]:
 
 
 def partial_gradients(gm: GraphModule) -> dict[str, Wish]:
-    """Returns the wishes that gradients of parameters are sums over the micro-batches, where their ops have such a signature."""
+    """Returns the wishes that gradients of parameters are sums over the micro-batches, where their ops have such a
+    signature."""
     wishes = {}
     for port, node in outputs(gm, GRADIENT):
         producer, index = value_of(node)
@@ -119,17 +125,23 @@ class BodyWriter(Unroller):
 
     # --- which node is in which part ---------------------------------------------------------------------------------
     def early_joins(self) -> set[Node]:
-        """Returns the joins that what is cut or partial depends on: they are computed before the loop. Raises LoopError if they cannot."""
+        """Returns the joins that what is cut or partial depends on: they are computed before the loop. Raises
+        LoopError if they cannot."""
         own = {node for node in self.boxed.graph.nodes if node.op == "call_function" and not is_whole(node)}
         needed, known = ancestors(own), {node.name for node in self.gm.graph.nodes}
         joins = [node for node in self.boxed.graph.nodes if is_join(node) and node in needed]
         for join in joins:
             reads, ports = ancestors([join]), placeholders(self.boxed).items()
-            wrong = [f"depends on {p.kind} {p.name}" for p, node in ports if node in reads and p.kind not in (INPUT, BUFFER)]
-            wrong += [] if maker_of(join).name in known else ["runs in two phases"]  # as batch norm: the step has no such value
+            wrong = [
+                f"depends on {p.kind} {p.name}" for p, node in ports if node in reads and p.kind not in (INPUT, BUFFER)
+            ]
+            # as batch norm: the step has no such value
+            wrong += [] if maker_of(join).name in known else ["runs in two phases"]
             if wrong:
                 what = f"each micro-batch needs the whole batch's value of this op, which {wrong[0]}"
-                raise LoopError(at_node(what, maker_of(join), "Plan without stages=, or leave such an op (batch statistics) out."))
+                raise LoopError(
+                    at_node(what, maker_of(join), "Plan without stages=, or leave such an op (batch statistics) out.")
+                )
         return set(joins)
 
     def after_joins(self, early: set[Node]) -> set[Node]:
@@ -142,7 +154,8 @@ class BodyWriter(Unroller):
 
     # --- the body ----------------------------------------------------------------------------------------------------
     def placeholders(self, early: Iterable[Node]) -> None:
-        """Writes all placeholders: those of the step, with inputs as a micro-batch has them, early joins, and the micro-batch's number."""
+        """Writes all placeholders: those of the step, with inputs as a micro-batch has them, early joins, and the
+        micro-batch's number."""
         for port, node in placeholders(self.boxed).items():
             self.turn_to(node)
             copy = self.copied(node)
@@ -208,7 +221,8 @@ class BodyWriter(Unroller):
         what = "a micro-batch would need this value for the whole batch, zeros but for its own part"
         raise LoopError(at_node(what, copies[0], "Plan without stages=."))
 
-    # --- what is done once ---------------------------------------------------------------------------------------------
+    # --- what is done once
+    # ---------------------------------------------------------------------------------------------
     def finished(self, early: set[Node], late: set[Node]) -> Loop:
         """Returns the loop: the body with its outputs, and the graphs around it."""
         ports = self.gm.meta["ports"]
@@ -216,7 +230,9 @@ class BodyWriter(Unroller):
         once = [node for port, node in ends if port.kind != GRADIENT]
         reads = read_behind(once, late)
         leaves: dict[Port, Node | None] = {
-            port: None if node is None else self.summed(port, node, late) for port, node in ends if port.kind == GRADIENT
+            port: None if node is None else self.summed(port, node, late)
+            for port, node in ends
+            if port.kind == GRADIENT
         }
         leaves |= {Port(OUTPUT, str(at)): self.read_out(node) for at, node in enumerate(reads)}
         inputs = {port.name: source for port, source in self.ports.items() if source is not None}
@@ -232,10 +248,15 @@ class BodyWriter(Unroller):
         by_name = {node.name: node for node in self.gm.graph.nodes}
         whole = [by_name[maker_of(node).name] for node in self.boxed.graph.nodes if node in early]
         return Loop(
-            self.count, annotate(body), before.extracted(self.gm, self.gm.graph.nodes, whole),
-            after.extracted(self.boxed, self.boxed.graph.nodes, once), inputs, tuple(map(how, reads)), ports,
+            self.count,
+            annotate(body),
+            before.extracted(self.gm, self.gm.graph.nodes, whole),
+            after.extracted(self.boxed, self.boxed.graph.nodes, once),
+            inputs,
+            tuple(map(how, reads)),
+            ports,
             {port: node.meta["val"] for port, node in placeholders(self.gm).items()},
-        )  # fmt: skip
+        )
 
     def read_out(self, node: Node) -> Node:
         """Returns what the body leaves of a node that is read behind it: a copy of what is given to the body."""
@@ -281,7 +302,8 @@ def is_whole(node: Node) -> bool:
 
 
 def how(node: Node) -> Any:
-    """Returns how the micro-batches' values come together: "sum", "max", "min", the dim along which they are put, or "same"."""
+    """Returns how the micro-batches' values come together: "sum", "max", "min", the dim along which they are put, or
+    "same"."""
     if not is_join(node):  # the gradient of an argument may be left in parts
         (state,) = node.meta["sbp"].states
         return state.dim if isinstance(state, Split) else "same"

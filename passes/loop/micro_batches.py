@@ -1,10 +1,12 @@
-"""Micro-batches: writes a step as several copies of itself, each on a part of the batch, with the whole batch's numbers.
+"""Micro-batches: writes a step as several copies of itself, each on a part of the batch, with the whole batch's
+numbers.
 
-The copies are the ranks of a mesh of one axis that run one after another on one device. So the rules that make a step right on
-several ranks make it right here: every value is split (each copy has its part), whole (made once, for all copies), or partial (the
-copies' values add up). The graph is planned as data parallelism on that axis and localized for each of its ranks, with local ops
-in place of collectives: a sum for an all_reduce, a concatenation for an all_gather. Means, counts of targets, batch statistics and
-random numbers are thereby those of the whole batch. What comes out is a captured graph like any other.
+The copies are the ranks of a mesh of one axis that run one after another on one device. So the rules that make a
+step right on several ranks make it right here: every value is split (each copy has its part), whole (made once, for
+all copies), or partial (the copies' values add up). The graph is planned as data parallelism on that axis and
+localized for each of its ranks, with local ops in place of collectives: a sum for an all_reduce, a concatenation for
+an all_gather. Means, counts of targets, batch statistics and random numbers are thereby those of the whole batch.
+What comes out is a captured graph like any other.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ from sbpc.rules.match import Shard
 
 aten = torch.ops.aten
 AXIS = "copy"
-PRODUCTS = (aten.einsum.default, aten.linear.default)  # which `localize` writes as products of matrices, and a plan has as they are
+# which `localize` writes as products of matrices, and a plan has as they are
+PRODUCTS = (aten.einsum.default, aten.linear.default)
 JOINS = "all_gather", "all_to_all"  # which need the parts of all copies at once
 ADD = {"sum": aten.add.Tensor, "max": aten.maximum.default, "min": aten.minimum.default}
 
@@ -54,9 +57,9 @@ ADD = {"sum": aten.add.Tensor, "max": aten.maximum.default, "min": aten.minimum.
 def micro_batches(gm: GraphModule, count: int, cluster: Cluster, in_turn: bool = True) -> GraphModule:
     """Returns the annotated graph of the same step in `count` micro-batches: calls are repeated on parts of the batch.
 
-    gm: an annotated graph. Parameters, inputs and outputs are those of `gm`; inputs are cut in the graph. in_turn: one micro-batch
-    goes all the way before the next one, so that the activations of one are alive; else they go side by side. Raises PlanError if
-    the batch cannot be cut so.
+    gm: an annotated graph. Parameters, inputs and outputs are those of `gm`; inputs are cut in the graph. in_turn:
+    one micro-batch goes all the way before the next one, so that the activations of one are alive; else they go side
+    by side. Raises PlanError if the batch cannot be cut so.
     """
     batch_of(gm, count)
     mesh = Mesh(cluster=without_joins(cluster) if in_turn else cluster, **{AXIS: count})
@@ -65,8 +68,11 @@ def micro_batches(gm: GraphModule, count: int, cluster: Cluster, in_turn: bool =
     return annotate(one_by_one(copies, unroller.copy_of) if in_turn else copies)
 
 
-def boxed_for(gm: GraphModule, mesh: Mesh, options: Options, more: Mapping[str, Wish], kind: type[PlanError]) -> GraphModule:
-    """Returns the boxed graph in which the ranks of `mesh` are the micro-batches. Raises an error of this kind if there is none.
+def boxed_for(
+    gm: GraphModule, mesh: Mesh, options: Options, more: Mapping[str, Wish], kind: type[PlanError]
+) -> GraphModule:
+    """Returns the boxed graph in which the ranks of `mesh` are the micro-batches. Raises an error of this kind if
+    there is none.
 
     more: wishes besides those that are requested.
     """
@@ -95,8 +101,9 @@ def without_joins(cluster: Cluster, joins: Sequence[str] = JOINS) -> Cluster:
 def one_by_one(gm: GraphModule, copy_of: Mapping[str, int]) -> GraphModule:
     """Returns the graph in another order: what can run goes first if it is shared, then if an earlier copy needs it.
 
-    copy_of: the number of its copy by the name of a node that is not shared. A count of all targets is a sum of what every copy
-    has, and the backward of the first copy needs it: the parts of the sum go before the rest of the later copies.
+    copy_of: the number of its copy by the name of a node that is not shared. A count of all targets is a sum of what
+    every copy has, and the backward of the first copy needs it: the parts of the sum go before the rest of the later
+    copies.
     """
     nodes = list(gm.graph.nodes)
     number = {node: at for at, node in enumerate(nodes)}
@@ -115,7 +122,8 @@ def one_by_one(gm: GraphModule, copy_of: Mapping[str, int]) -> GraphModule:
 
 
 class Unroller(Writer):
-    """Writes the copies: by node of the boxed graph, what stands for it in each of them; one node for all if it is shared."""
+    """Writes the copies: by node of the boxed graph, what stands for it in each of them; one node for all if it is
+    shared."""
 
     def __init__(self, gm: GraphModule, boxed: GraphModule, count: int) -> None:
         super().__init__(mode_of(gm))
@@ -148,7 +156,9 @@ class Unroller(Writer):
         if "step" in node.meta:
             return self.moved(node)
         choice = node.meta.get("choice")
-        shared = all(all(each is copies[0] for each in copies) for copies in map(self.__getitem__, node.all_input_nodes))
+        shared = all(
+            all(each is copies[0] for each in copies) for copies in map(self.__getitem__, node.all_input_nodes)
+        )
         if shared and (choice is None or not choice.cuts()):
             return [self.part_of(node, 0)] * self.count
         return [self.own(at, functools.partial(self.part_of, node, at)) for at in range(self.count)]
@@ -164,7 +174,9 @@ class Unroller(Writer):
         """Returns what `write` writes, and notes that it is of one copy."""
         before = len(self.graph.nodes)
         made = write()
-        self.copy_of |= {node.name: at for node in itertools.islice(reversed(self.graph.nodes), len(self.graph.nodes) - before)}
+        self.copy_of |= {
+            node.name: at for node in itertools.islice(reversed(self.graph.nodes), len(self.graph.nodes) - before)
+        }
         return made
 
     def part_of(self, node: Node, at: int) -> Any:
@@ -187,7 +199,8 @@ class Unroller(Writer):
         return self.named(made, node, at) if isinstance(made, Node) else tuple(made)
 
     def named(self, made: Node, node: Node, at: int) -> Node:
-        """Gives what was written for a node its name, with a number after the first copy, and notes of what it is a copy."""
+        """Gives what was written for a node its name, with a number after the first copy, and notes of what it is a
+        copy."""
         rename(made, f"{node.name}_{at}" if at else node.name)
         made.meta["origin"] = node.name
         return made
@@ -235,18 +248,23 @@ class Unroller(Writer):
 
 # By collective or local op: the methods that write it, one after the other.
 MOVES = {
-    "all_gather": ("joined",), "all_reduce": ("reduced",), "all_to_all": ("joined", "cut"), "keep": ("kept",), "pad": ("padded",),
-    "reduce_scatter": ("reduced", "cut"), "slice": ("cut",),
-}  # fmt: skip
+    "all_gather": ("joined",),
+    "all_reduce": ("reduced",),
+    "all_to_all": ("joined", "cut"),
+    "keep": ("kept",),
+    "pad": ("padded",),
+    "reduce_scatter": ("reduced", "cut"),
+    "slice": ("cut",),
+}
 
 
 def in_halves(plan: Plan, asked: Wishes, options: Options, made: Callable[[GraphModule, Assignment], Plan]) -> Plan:
     """Returns the plan of the same step in two micro-batches side by side, in the layouts of `plan`.
 
-    asked: what the user wants. options: of the plan to be returned. made: makes the plan of a graph and an assignment. The bounds
-    are those of `plan`: a kernel or a collective of half the size takes no less than half the time, so two halves in any layouts
-    are busy for no less than the mean of two steps of whole batches, one in the layouts of each. Raises PlanError if the batch
-    cannot be halved.
+    asked: what the user wants. options: of the plan to be returned. made: makes the plan of a graph and an
+    assignment. The bounds are those of `plan`: a kernel or a collective of half the size takes no less than half the
+    time, so two halves in any layouts are busy for no less than the mean of two steps of whole batches, one in the
+    layouts of each. Raises PlanError if the batch cannot be halved.
     """
     mesh, prover = plan.mesh, plan.problem
     gm = micro_batches(plan.annotated, 2, mesh.cluster, in_turn=False)

@@ -1,4 +1,5 @@
-"""Leaves a step the gradient of its loss alone: those of other results are zero, and what they are added to goes on without them."""
+"""Leaves a step the gradient of its loss alone: those of other results are zero, and what they are added to goes on
+without them."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ aten = torch.ops.aten
 def one_loss(gm: GraphModule) -> GraphModule:
     """Returns an annotated graph in which the loss has the gradient 1 and no other result has one.
 
-    Before: a tangent for every result that may have a gradient. After: none; that of the loss is a constant. Raises PlanError if no
-    result is a loss.
+    Before: a tangent for every result that may have a gradient. After: none; that of the loss is a constant. Raises
+    PlanError if no result is a loss.
     """
     ports = gm.meta["ports"]
     tangents = {node: port for port, node in placeholders(gm, TANGENT).items()}
@@ -74,4 +75,6 @@ def other_term(node: Node, zeros: set[Node]) -> Node | None:
 def ordered(gm: GraphModule) -> GraphModule:
     """Returns the graph with its placeholders first, and what the backward makes of nothing right before it is read."""
     nodes = [*gm.graph.find_nodes(op="placeholder"), *gm.graph.nodes]
-    return rebuild(gm, order=just_in_time(nodes, {node for node in nodes if is_late(node) and not node.all_input_nodes}))
+    return rebuild(
+        gm, order=just_in_time(nodes, {node for node in nodes if is_late(node) and not node.all_input_nodes})
+    )

@@ -1,16 +1,18 @@
-"""Recompute: what the backward of a block reads of its forward is computed again in front of it, so that less is kept in between.
+"""Recompute: what the backward of a block reads of its forward is computed again in front of it, so that less is
+kept in between.
 
-A block is a module that is one of a list, such as `blocks.3`: its path up to the first number. In a model whose numbered modules are
-single layers, it is a child of the model. What is computed again follows from its form:
+A block is a module that is one of a list, such as `blocks.3`: its path up to the first number. In a model whose
+numbered modules are single layers, it is a child of the model. What is computed again follows from its form:
 
 - "full": everything. Values from outside the block are kept, such as its input.
-- "selective" (Korthikanti et al. 2022): where products of activations are written out, as in softmax(q k^T) v, the values between
-  two of them: they grow with the square of the sequence, and are made of q, k and v. In any other block what is cheap: no product,
-  convolution or attention kernel, and nothing that has fewer elements than it is made of.
+- "selective" (Korthikanti et al. 2022): where products of activations are written out, as in softmax(q k^T) v, the
+  values between two of them: they grow with the square of the sequence, and are made of q, k and v. In any other
+  block what is cheap: no product, convolution or attention kernel, and nothing that has fewer elements than it is
+  made of.
 
-What is kept in any case is read where it is: what a later block reads, results, what is made of parameters alone. So are the values
-of ops of the user's own, which may do more than they return, and of what reads a buffer that the step writes. Random numbers are drawn
-again from the same stream.
+What is kept in any case is read where it is: what a later block reads, results, what is made of parameters alone. So
+are the values of ops of the user's own, which may do more than they return, and of what reads a buffer that the step
+writes. Random numbers are drawn again from the same stream.
 """
 
 from __future__ import annotations
@@ -43,9 +45,10 @@ OURS = "aten", "prims", "sbpc"  # namespaces of ops that do no more than they re
 def recompute(gm: GraphModule, forms: Mapping[str, str]) -> GraphModule:
     """Returns the annotated graph of the same step in which blocks compute values again.
 
-    gm: an annotated graph of forward and backward. forms: by block (see `blocks_of`) "none", "selective" or "full". A call that
-    computes a value again has `meta["recomputes"]`, the name of the one whose value that is, and the phase "backward". It stands
-    in front of the first call of the backward that needs it; `sbpc.graph.about` keeps it there when calls are reordered.
+    gm: an annotated graph of forward and backward. forms: by block (see `blocks_of`) "none", "selective" or "full".
+    A call that computes a value again has `meta["recomputes"]`, the name of the one whose value that is, and the
+    phase "backward". It stands in front of the first call of the backward that needs it; `sbpc.graph.about` keeps it
+    there when calls are reordered.
     """
     blocks = blocks_of(gm)
     again = values_again(gm, blocks, forms)
@@ -119,7 +122,8 @@ def values_again(gm: GraphModule, blocks: Mapping[Node, str], forms: Mapping[str
     fixed = made_of(gm, placeholders(gm, PARAMETER).values())
     allowed = repeatable(gm, fixed)
     again: dict[str, set[Node]] = {}
-    for block, nodes in reversed(forward.items()):  # what a later block computes again may read values of an earlier one
+    # what a later block computes again may read values of an earlier one
+    for block, nodes in reversed(forward.items()):
         form, able = forms.get(block, NONE), allowed.intersection(nodes)
         if form == NONE:
             continue
@@ -131,18 +135,22 @@ def values_again(gm: GraphModule, blocks: Mapping[Node, str], forms: Mapping[str
 
 
 def keeps(user: Node, block: str, blocks: Mapping[Node, str], again: Mapping[str, set[Node]]) -> bool:
-    """Returns whether a value of a block is alive in the backward because of this reader, whatever the block computes again."""
+    """Returns whether a value of a block is alive in the backward because of this reader, whatever the block
+    computes again."""
     other = blocks.get(user, "")
     return user.op == "output" or (other != block and (is_late(user) or user in again.get(other, ())))
 
 
 def closure(nodes: Iterable[Node], able: Collection[Node]) -> set[Node]:
     """Returns those nodes that are in `able`, and what of `able` they are made of by calls of `able`."""
-    return reached((node for node in nodes if node in able), lambda node: [used for used in node.all_input_nodes if used in able])
+    return reached(
+        (node for node in nodes if node in able), lambda node: [used for used in node.all_input_nodes if used in able]
+    )
 
 
 def repeatable(gm: GraphModule, fixed: Collection[Node]) -> set[Node]:
-    """Returns the calls of the forward that may be computed again: they do nothing else, and give the same in the backward.
+    """Returns the calls of the forward that may be computed again: they do nothing else, and give the same in the
+    backward.
 
     fixed: what is made of parameters alone.
     """
@@ -193,7 +201,8 @@ def is_costly(node: Node) -> bool:
 
 
 def between_products(nodes: Sequence[Node], cheap: Collection[Node], fixed: Collection[Node]) -> set[Node]:
-    """Returns the calls of a block from a product of activations to the next one that cheap calls lead to, without the latter.
+    """Returns the calls of a block from a product of activations to the next one that cheap calls lead to, without
+    the latter.
 
     With them go cheap ones that nothing else reads, such as the mask of a dropout.
     """

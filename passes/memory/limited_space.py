@@ -1,4 +1,5 @@
-"""The layout problem under limits of bytes: stored values, weights of labels at a moment, bounds of plans that keep the limits."""
+"""The layout problem under limits of bytes: stored values, weights of labels at a moment, bounds of plans that keep
+the limits."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ def by_class(folded: Folded, limits: Sequence[Limit]) -> list[Limit]:
 
 @dataclass(eq=False)
 class PricedBound:
-    """A lower bound of plans that keep limits: a plan that does pays at most the sum of the prices, so a bound of seconds and
-    payments, less that sum, bounds its seconds. prices: seconds for all of a limit.
+    """A lower bound of plans that keep limits: a plan that does pays at most the sum of the prices, so a bound of
+    seconds and payments, less that sum, bounds its seconds. prices: seconds for all of a limit.
 
     bound: seconds; infinite if it is known that no plan keeps the limits.
     """
@@ -68,9 +69,10 @@ class PricedBound:
     proof: Proof = field(default_factory=lambda: Proof([]))
 
 
-# --- what the backward reads of the forward goes through a node of its own, so that what is kept is a choice --------------------
-# The layout of that node is what a rank holds of the value between forward and backward: as it was made, as the forward
-# read it, or split further. A gathered parameter is kept in this way, or stored in its home and gathered again.
+# --- what the backward reads of the forward goes through a node of its own, so that what is kept is a choice
+# -------------------- The layout of that node is what a rank holds of the value between forward and backward: as it was
+# made, as the forward read it, or split further. A gathered parameter is kept in this way, or stored in its home and
+# gathered again.
 def store(gm: GraphModule) -> GraphModule:
     """The graph with stored values.
 
@@ -90,7 +92,9 @@ def store(gm: GraphModule) -> GraphModule:
         for value in behind.get(node, ()):
             meta = about(node if value.op == "placeholder" else value)
             meta |= {"val": value.meta["val"], "phase": "forward", STORED: value.name}
-            kept[value] = called(copies.graph, torch.ops.aten.alias.default, (copies[value],), {}, f"{value.name}_stored", meta)
+            kept[value] = called(
+                copies.graph, torch.ops.aten.alias.default, (copies[value],), {}, f"{value.name}_stored", meta
+            )
         return copy
 
     return rebuild(gm, write)
@@ -102,12 +106,14 @@ def keeps(node: Node) -> bool:
     return node.op in ("placeholder", "call_function") and isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-# --- what is missing where no plan fits into the memory, and what to do about it -------------------------------------------------
+# --- what is missing where no plan fits into the memory, and what to do about it
+# -------------------------------------------------
 MUCH = 0.03  # of what a plan takes: a result that takes as much may be the reason
 
 
 def shortage(plan: Plan, limit: float, least: bool) -> str:
-    """Returns the message of the error: what is missing for a plan to fit, and the three tensors that take most at its peak.
+    """Returns the message of the error: what is missing for a plan to fit, and the three tensors that take most at
+    its peak.
 
     limit: bytes. least: it is known that no plan fits, not only that none was found.
     """

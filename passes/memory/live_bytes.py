@@ -1,9 +1,9 @@
 """Bytes that are alive at one moment of a step, as a sum over nodes: what a price of memory is put on.
 
-A moment counts, by node and place, how many times the bytes there count (see `sbpc.passes.assign.local_bytes`). A result in
-the layout in which it is left has the name `result_name`. A moment never counts more than are alive in a plan, whatever its
-layouts: of values that overlap in a storage one, of a value that may stand in several layouts an equal share of its
-elements. So prices on moments bound what plans take.
+A moment counts, by node and place, how many times the bytes there count (see `sbpc.passes.assign.local_bytes`). A
+result in the layout in which it is left has the name `result_name`. A moment never counts more than are alive in a
+plan, whatever its layouts: of values that overlap in a storage one, of a value that may stand in several layouts an
+equal share of its elements. So prices on moments bound what plans take.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ OUTPUT = Place(PlaceKind.OUTPUT)
 
 
 def at_optimizer(gm: GraphModule, copies: int) -> Moment:
-    """Returns the moment of the optimizer's step: parameters, and `copies` more tensors of the size of each trained one."""
+    """Returns the moment of the optimizer's step: parameters, and `copies` more tensors of the size of each trained
+    one."""
     trained = {port.name for port in gm.meta["ports"].outputs if port.kind == GRADIENT}
-    return {(node.name, OUTPUT): 1.0 + copies * (port.name in trained) for port, node in placeholders(gm, PARAMETER).items()}
+    return {
+        (node.name, OUTPUT): 1.0 + copies * (port.name in trained) for port, node in placeholders(gm, PARAMETER).items()
+    }
 
 
 def bytes_alive_in_every_plan(gm: GraphModule, call: Node, copies: int) -> Moment:
     """Returns what is alive while a call runs, whatever the plan.
 
-    That is what the caller holds, the optimizer's state, results that are there, what the call reads and makes, and values
-    that nothing has read yet. Values that have been read and will be again count what they take at the least.
+    That is what the caller holds, the optimizer's state, results that are there, what the call reads and makes, and
+    values that nothing has read yet. Values that have been read and will be again count what they take at the least.
     """
     counter = MomentCounter(gm, call, copies)
     for key, place in counter.last_reads.items():
@@ -61,8 +64,8 @@ def bytes_at_next_reads(gm: GraphModule, call: Node, copies: int) -> Moment:
 
 
 class MomentCounter:
-    """Counts all that is alive while a call runs, except values that were read and will be again. No element of a storage is counted
-    twice."""
+    """Counts all that is alive while a call runs, except values that were read and will be again. No element of a
+    storage is counted twice."""
 
     def __init__(self, gm: GraphModule, call: Node, copies: int) -> None:
         self.gm, self.call = gm, call
@@ -81,16 +84,18 @@ class MomentCounter:
         # by value that is read in every plan, also where a call runs in two phases, the place of the last such call
         sure = ((key, reader, reader.meta["candidates"].phases, slot) for key, reader, slot in self.reads)
         self.last_reads = {
-            key: self.order[reader] for key, reader, phases, slot in sure
+            key: self.order[reader]
+            for key, reader, phases, slot in sure
             if phases is None or any(slot in part.reads for part in phases.parts)
-        }  # fmt: skip
+        }
         self.count_caller(copies)
         self.count_results()
         self.count_call()
         self.count_unread()
 
     def take(self, key: Key) -> bool:
-        """Counts a value, unless a part of it has been or elements of it are repeated. Returns whether it is counted now."""
+        """Counts a value, unless a part of it has been or elements of it are repeated. Returns whether it is counted
+        now."""
         part = slices_of(key)
         if part is None or not all(disjoint(part, other) for other in self.storages.get(storage_of(key), ())):
             return False
@@ -165,7 +170,8 @@ def calls_of(gm: GraphModule) -> dict[str, Node]:
 
 
 def peak_calls(plan: Plan, gm: GraphModule, limit: float) -> dict[str, int]:
-    """Returns, by name of a call, the most bytes while it runs or something is boxed for it, if more than `limit`; most first.
+    """Returns, by name of a call, the most bytes while it runs or something is boxed for it, if more than `limit`;
+    most first.
 
     A getitem counts to the call behind it.
     """

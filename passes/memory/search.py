@@ -1,16 +1,17 @@
 """memory: the fastest plan that can be found under a limit of bytes per rank.
 
-What is alive at a moment of the step is a sum over nodes (see `sbpc.passes.memory.live_bytes`), so the limit at a moment is a
-row of weights, and the price of a byte its Lagrange multiplier.
+What is alive at a moment of the step is a sum over nodes (see `sbpc.passes.memory.live_bytes`), so the limit at a
+moment is a row of weights, and the price of a byte its Lagrange multiplier.
 
-1. Prices: the relaxation on labels of least reduced cost says what the rows are worth. At these prices messages give a plan and a
-   bound for all plans under the limit. A moment is added at the plan's peak, and again. Two more plans at lower and higher prices.
-2. Mixtures: the relaxation on the labels of all plans, equal blocks as one, says which labels to mix. A program on these, every
-   block by itself, mixes them.
-3. What the new plan holds beyond the limit, exactly counted, becomes rows that are linear about this plan. Again from 2, until a plan
-   fits that is about as fast as the relaxation, or no faster than the best one before.
-4. While no plan fits, prices rise, and at last all labels of a small problem are mixed. In small problems mixtures are made anew with
-   rows about the best plan alone, as long as that finds a better one.
+1. Prices: the relaxation on labels of least reduced cost says what the rows are worth. At these prices messages give
+   a plan and a bound for all plans under the limit. A moment is added at the plan's peak, and again. Two more plans
+   at lower and higher prices.
+2. Mixtures: the relaxation on the labels of all plans, equal blocks as one, says which labels to mix. A program on
+   these, every block by itself, mixes them.
+3. What the new plan holds beyond the limit, exactly counted, becomes rows that are linear about this plan. Again
+   from 2, until a plan fits that is about as fast as the relaxation, or no faster than the best one before.
+4. While no plan fits, prices rise, and at last all labels of a small problem are mixed. In small problems mixtures
+   are made anew with rows about the best plan alone, as long as that finds a better one.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ EVER_DEARER = 1.0, 8.0, 64.0  # the same, one after the other, while no plan fit
 EACH = 4  # labels a class for the relaxation that finds prices, and for the program at them
 NEAR_LIMIT = 0.95  # of the limit: calls that hold more become rows
 SMALL = 2_000  # variables of a problem that is not folded for the last bound, at most
-LEAST = 1e-3  # of the limit, what a row allows at least; of boxing all values once, what a plan costs if that is a scale for prices
+# of the limit, what a row allows at least; of boxing all values once, what a plan costs if that is a scale for prices
+LEAST = 1e-3
 Make = Callable[[Assignment], Plan]
 
 
@@ -76,12 +78,13 @@ class Candidate:
 
 
 class MemorySearch:
-    """Plans of a graph, and the best bound of those that take no more than `limit` bytes. One search serves several limits, one
-    after the other: what it learns under one makes the next one quick.
+    """Plans of a graph, and the best bound of those that take no more than `limit` bytes. One search serves several
+    limits, one after the other: what it learns under one makes the next one quick.
 
-    Afterwards it is the prover of the plan, see `sbpc.plans.plan.Prover`. room: bytes that the calls may hold at a moment.
-    moments: by name of a call, what has a price. pool: labels of all plans, made or not. mixed: by class, the labels of mixtures.
-    corrections: by name of a call, the rows about plans. reduced_costs: by class and label, the least at any prices.
+    Afterwards it is the prover of the plan, see `sbpc.plans.plan.Prover`. room: bytes that the calls may hold at a
+    moment. moments: by name of a call, what has a price. pool: labels of all plans, made or not. mixed: by class,
+    the labels of mixtures. corrections: by name of a call, the rows about plans. reduced_costs: by class and label,
+    the least at any prices.
     """
 
     def __init__(self, space: LimitedSpace, gm: GraphModule, copies: int, make: Make) -> None:
@@ -112,17 +115,21 @@ class MemorySearch:
         return 1.0 if self.best is None else gap_of(self.best.seconds, min(self.bound.bound, self.best.seconds))
 
     def run(self, free: Plan, limit: float) -> None:
-        """Looks for prices, then for mixtures of the plans found on the way. Raises MemoryLimitError if no plan is found that fits.
+        """Looks for prices, then for mixtures of the plans found on the way. Raises MemoryLimitError if no plan is
+        found that fits.
 
         free: a plan that takes more than the limit, and whose lower bound is one of all plans.
         """
         self.limit, self.bound, self.corrections = limit, PricedBound(free.lower_bound), dict[str, Limit]()
-        self.room = limit - min(POSITION * len(self.space.mesh.axes), limit / 2)  # less what every plan holds at every moment
+        # less what every plan holds at every moment
+        self.room = limit - min(POSITION * len(self.space.mesh.axes), limit / 2)
         start = self.keep(self.space.labels(free.assignment))
         if not self.reduced_costs:
             values = self.space.problem.values
-            boxed = math.fsum(float(np.mean(value.closure[np.isfinite(value.closure)])) for value in values)  # each of them once
-            self.scale = start.seconds if start.seconds > LEAST * boxed else boxed or 1.0  # where nothing is sent it is free
+            # each of them once
+            boxed = math.fsum(float(np.mean(value.closure[np.isfinite(value.closure)])) for value in values)
+            # where nothing is sent it is free
+            self.scale = start.seconds if start.seconds > LEAST * boxed else boxed or 1.0
             self.bounder = Bounder(self.space.problem, self.folded, 2 * TURNS * EVER_DEARER[-1] * self.scale)
             self.reduced_costs = self.bounder.reduced_costs
             self.add_moments([name for name, node in self.calls.items() if node.meta.get("phase") == "backward"])
@@ -133,7 +140,8 @@ class MemorySearch:
             raise MemoryLimitError(shortage(least, limit, math.isinf(self.bound.bound)), least)
 
     def find_plans(self) -> None:
-        """Looks for prices and mixtures; while nothing fits at ever dearer prices, at last among all labels. Polishes small plans."""
+        """Looks for prices and mixtures; while nothing fits at ever dearer prices, at last among all labels.
+        Polishes small plans."""
         prices = self.find_prices()
         if self.impossible:
             self.squeeze()  # for the error, which tells of the plan that takes least
@@ -151,14 +159,16 @@ class MemorySearch:
         while self.best and not self.large and self.gap > ROUGH and self.polish():
             pass
 
-    # --- prices ---------------------------------------------------------------------------------------------------------
+    # --- prices
+    # ---------------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[Limit]:
         """Returns the limit at every moment that has a price."""
         return [Limit(self.space.weights(moment), self.room) for moment in self.moments.values()]
 
     def find_prices(self) -> list[float]:
-        """Solves at the prices of the relaxation, adds a moment at the peak of the plan, and again; returns the last prices."""
+        """Solves at the prices of the relaxation, adds a moment at the peak of the plan, and again; returns the last
+        prices."""
         prices: list[float] = []
         for _ in range(ROUNDS):
             before, prices = prices, self.lp_prices()
@@ -168,10 +178,13 @@ class MemorySearch:
         return prices
 
     def lp_prices(self) -> list[float]:
-        """Returns what more of each row would save in the relaxation on the labels of all plans and those of least reduced cost."""
+        """Returns what more of each row would save in the relaxation on the labels of all plans and those of least
+        reduced cost."""
         plans = list(map(self.folded.fold, self.pool))
         subset = around(self.folded.problem, plans, least_reduced(self.reduced_costs, EACH))
-        return relax(self.folded.problem, subset, self.scale, by_class(self.folded, self.rows()), DEAREST * self.scale).prices
+        return relax(
+            self.folded.problem, subset, self.scale, by_class(self.folded, self.rows()), DEAREST * self.scale
+        ).prices
 
     def bound_at(self, prices: Sequence[float]) -> None:
         """Takes the bound at these prices, each for all of a row; messages go on from the last prices."""
@@ -214,11 +227,12 @@ class MemorySearch:
         if bound.bound >= self.bound.bound:
             self.bound = bound
 
-    # --- mixtures -------------------------------------------------------------------------------------------------------
+    # --- mixtures
+    # -------------------------------------------------------------------------------------------------------
 
     def mix(self, turns: int, more: int = 0, until: float = math.inf) -> None:
-        """Mixes the plans so far, and corrects the rows by what mixtures hold, until one fits and is about as fast as the
-        relaxation, or no faster than the best plan before.
+        """Mixes the plans so far, and corrects the rows by what mixtures hold, until one fits and is about as fast
+        as the relaxation, or no faster than the best plan before.
 
         more: labels a class that may be mixed besides those of plans. until: CPU time at which no turn is begun.
         """
@@ -229,17 +243,22 @@ class MemorySearch:
             labels, least = self.mixture(base, more)
             if labels is None:  # no mixture keeps the rows: let it be the best plan, then allow more
                 if self.best is None or base is self.best:
-                    self.corrections = {n: replace(row, most=(row.most + self.limit) / 2) for n, row in self.corrections.items()}
+                    self.corrections = {
+                        n: replace(row, most=(row.most + self.limit) / 2) for n, row in self.corrections.items()
+                    }
                 base = self.best
                 continue
             before = self.best.seconds if self.best else math.inf
             candidate = self.keep(labels)
-            if candidate.bytes <= self.limit and (candidate.seconds >= before * (1 - GOOD) or candidate.seconds <= least * (1 + GOOD)):
+            if candidate.bytes <= self.limit and (
+                candidate.seconds >= before * (1 - GOOD) or candidate.seconds <= least * (1 + GOOD)
+            ):
                 return
             self.correct(candidate)
 
     def polish(self, more: int = 0, until: float = math.inf) -> bool:
-        """Mixes plans with rows about the best plan alone: those about others may forbid what is better. Returns whether that is found."""
+        """Mixes plans with rows about the best plan alone: those about others may forbid what is better. Returns
+        whether that is found."""
         before = self.best
         assert before is not None
         self.corrections = {}
@@ -248,8 +267,8 @@ class MemorySearch:
         return self.best is not before
 
     def mixture(self, base: Candidate | None, more: int) -> tuple[list[int] | None, float]:
-        """Returns the cheapest labels within all rows on the support of the relaxation and those of `base`, None if there are none;
-        and the seconds of the relaxation."""
+        """Returns the cheapest labels within all rows on the support of the relaxation and those of `base`, None if
+        there are none; and the seconds of the relaxation."""
         folded, problem, limits = self.folded, self.space.problem, [*self.rows(), *self.corrections.values()]
         plans = np.array(self.pool, dtype=np.intp)
         labels_of_plans = [np.unique(plans[:, members]) for members in folded.members]
@@ -265,7 +284,8 @@ class MemorySearch:
         return cheapest(problem, subset, self.scale, GOOD, limits).labels, relaxed.seconds
 
     def correct(self, candidate: Candidate) -> None:
-        """Adds rows for a plan at its peak, and at the largest of calls spread over the step: linear about what it holds there."""
+        """Adds rows for a plan at its peak, and at the largest of calls spread over the step: linear about what it
+        holds there."""
         sizes = peak_calls(candidate.plan, self.gm, NEAR_LIMIT * self.limit)
         if not sizes:
             return
@@ -273,13 +293,16 @@ class MemorySearch:
         chunks = np.array_split(np.array(in_order), min(ROWS, len(sizes)))
         for name in dict.fromkeys([next(iter(sizes)), *(str(max(chunk, key=sizes.__getitem__)) for chunk in chunks)]):
             row = Limit(self.space.weights(self.moment(name, sure=False)), LEAST * self.limit)
-            self.corrections[name] = replace(row, most=max(row.most, row.used(candidate.labels) - (sizes[name] - self.limit)))
+            self.corrections[name] = replace(
+                row, most=max(row.most, row.used(candidate.labels) - (sizes[name] - self.limit))
+            )
 
-    # --- bounds ---------------------------------------------------------------------------------------------------------
+    # --- bounds
+    # ---------------------------------------------------------------------------------------------------------
 
     def sharpen(self) -> None:
-        """Raises the bound at the prices of rows at the best plan's peak, too; in small problems by messages on the unfolded problem,
-        and by the program on all labels that can be in a better plan."""
+        """Raises the bound at the prices of rows at the best plan's peak, too; in small problems by messages on the
+        unfolded problem, and by the program on all labels that can be in a better plan."""
         assert self.best is not None
         if self.gap <= (GOOD if self.large else 0.0):
             return
@@ -296,11 +319,13 @@ class MemorySearch:
             self.below_gap(subset)
 
     def below_gap(self, subset: Subset) -> None:
-        """Solves the program on a subset that holds every better plan, with rows that every plan keeps, until its plan fits or
-        breaks no new row: nothing is faster than what it finds."""
+        """Solves the program on a subset that holds every better plan, with rows that every plan keeps, until its
+        plan fits or breaks no new row: nothing is faster than what it finds."""
         for _ in range(TURNS):
             answer = cheapest(self.space.problem, subset, self.scale, 0.0, self.rows())
-            self.bound = replace(self.bound, bound=max(self.bound.bound, min(answer.bound, self.best.seconds if self.best else math.inf)))
+            self.bound = replace(
+                self.bound, bound=max(self.bound.bound, min(answer.bound, self.best.seconds if self.best else math.inf))
+            )
             if answer.labels is None:
                 return
             candidate = self.keep(answer.labels)
@@ -342,7 +367,8 @@ class MemorySearch:
         self.take_bound(replace(self.bound, bound=bound - allowed, proof=proof))
         return better, min(self.bound.bound, self.best.seconds)
 
-    # --- plans ----------------------------------------------------------------------------------------------------------
+    # --- plans
+    # ----------------------------------------------------------------------------------------------------------
 
     def keep(self, labels: Sequence[int]) -> Candidate:
         """Makes the plan of these labels, once, and counts its bytes; drops the graphs of those before it."""
@@ -363,7 +389,8 @@ class MemorySearch:
     def finished(self) -> Plan:
         """Returns the best plan, with its bound and this search as its prover."""
         assert self.best is not None
-        return replace(self.best.plan, lower_bound=min(self.bound.bound, self.best.seconds), prover=self)  # which may differ by rounding
+        # which may differ by rounding
+        return replace(self.best.plan, lower_bound=min(self.bound.bound, self.best.seconds), prover=self)
 
     def add_moments(self, names: Sequence[str]) -> None:
         """Gives a price to what is alive during the first of these calls, unless many moments have prices."""

@@ -1,9 +1,10 @@
-"""Finds the boxings that may go in panels and the dim along which each product next to them is cut, and writes the graph in panels.
+"""Finds the boxings that may go in panels and the dim along which each product next to them is cut, and writes the
+graph in panels.
 
-A dim of a value is seen as (blocks, panels, rest): a panel is one part of every block, and its layout is that of the value. So
-what is split over ranks by blocks stays so, and each panel is gathered, or reduced and scattered, on its own. Panels of a dim of
-the result are put together, those of a dim that a product sums over are added up. This is the loop of SUMMA (van de Geijn and Watts
-1997) as Optimus runs it (Xu and You 2021).
+A dim of a value is seen as (blocks, panels, rest): a panel is one part of every block, and its layout is that of the
+value. So what is split over ranks by blocks stays so, and each panel is gathered, or reduced and scattered, on its
+own. Panels of a dim of the result are put together, those of a dim that a product sums over are added up. This is
+the loop of SUMMA (van de Geijn and Watts 1997) as Optimus runs it (Xu and You 2021).
 """
 
 from __future__ import annotations
@@ -36,16 +37,18 @@ PRODUCTS = (
     aten.addmm.default, aten.baddbmm.default, aten.bmm.default, aten.einsum.default, aten.linear.default, aten.mm.default,
 )  # fmt: skip
 RESULT = -1  # the place of what a product makes, in place of the number of an operand
-ADDED: dict[Any, Any] = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.baddbmm.default}  # products that add to an operand
+# products that add to an operand
+ADDED: dict[Any, Any] = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.baddbmm.default}
 
 
 @dataclass(frozen=True)
 class Move:
     """Boxings of one value that send something: only products read what comes out, or a product made what goes in.
 
-    value: the node of the annotated graph. ends: those products, each with the number of the operand that the value is, or RESULT.
-    seconds: what the boxings take. exposed: of these, when nothing is computed. latency: of these, what does not depend on the bytes.
-    beside: seconds that the products take. joining: seconds in which what they make is put together from panels.
+    value: the node of the annotated graph. ends: those products, each with the number of the operand that the value
+    is, or RESULT. seconds: what the boxings take. exposed: of these, when nothing is computed. latency: of these,
+    what does not depend on the bytes. beside: seconds that the products take. joining: seconds in which what they
+    make is put together from panels.
     """
 
     value: Node
@@ -61,7 +64,8 @@ class Move:
 
 @dataclass(frozen=True)
 class Cut:
-    """A factor of a product to be cut into panels. A panel has a part of each of so many blocks, so that cuts into blocks stay even."""
+    """A factor of a product to be cut into panels. A panel has a part of each of so many blocks, so that cuts into
+    blocks stay even."""
 
     factor: str
     blocks: int
@@ -74,21 +78,24 @@ Cuts = dict[Node, Cut]
 def in_panels(plan: Plan, found: Sequence[Move], decided: Cuts) -> tuple[GraphModule, Assignment]:
     """Returns the graph of a plan with some products cut into panels, and the same layouts in it.
 
-    Before: an annotated graph that `plan` lays out. After: the same, `meta[PANEL_OF]` on the products of panels; what stands for
-    the result of a product has its name.
+    Before: an annotated graph that `plan` lays out. After: the same, `meta[PANEL_OF]` on the products of panels;
+    what stands for the result of a product has its name.
     """
     return PanelWriter(plan, found, decided).run()
 
 
 class PanelWriter(Writer):
-    """The graph and the assignment that are being written. pieces: by value, dim, numbers of blocks and panels, and layout, its panels."""
+    """The graph and the assignment that are being written. pieces: by value, dim, numbers of blocks and panels, and
+    layout, its panels."""
 
     def __init__(self, plan: Plan, found: Sequence[Move], decided: Cuts) -> None:
         super().__init__(mode_of(plan.annotated))
         self.gm, self.mesh, self.decided = plan.annotated, plan.mesh, decided
         self.choices, self.aliases = dict(plan.assignment.choices), dict(plan.assignment.aliases)
         self.outputs = plan.assignment.outputs
-        self.moves = {(node, slot): move for move in found if dim_of(move, decided) is not None for node, slot in move.ends}
+        self.moves = {
+            (node, slot): move for move in found if dim_of(move, decided) is not None for node, slot in move.ends
+        }
         self.names = {node.name for node in plan.annotated.graph.nodes}
         self.pieces: dict[Any, list[Node]] = {}
         self.candidates: dict[int, Candidates] = {}
@@ -117,7 +124,8 @@ class PanelWriter(Writer):
         return self.joined(node, made, factors_of(node, RESULT).index(cut.factor), cut, layout)
 
     def operand(self, node: Node, slot: int, operand: Node, cut: Cut) -> list[Node]:
-        """Returns what each panel of a product reads: panels of an operand, or the whole of one that lacks the factor."""
+        """Returns what each panel of a product reads: panels of an operand, or the whole of one that lacks the
+        factor."""
         factors, move = factors_of(node, slot), self.moves.get((node, slot))
         if cut.factor not in factors:
             return [self[operand]] * cut.panels
@@ -137,7 +145,9 @@ class PanelWriter(Writer):
         for at in range(panels):
             name, after = f"{value.name}_panel_{at}", wider(layout, dim, int(many))
             first = f"{name}_blocks" if many else name
-            part = self.laid_out(aten.select.int, whole, dim + many, at, name=first, read=(wider(layout, dim, 1 + many),), left=after)
+            part = self.laid_out(
+                aten.select.int, whole, dim + many, at, name=first, read=(wider(layout, dim, 1 + many),), left=after
+            )
             size = (*shape[:dim], blocks * rest, *shape[dim + 1 :])
             result.append(self.reshaped(part, size, after, layout, name) if many else part)
         return result
@@ -150,7 +160,9 @@ class PanelWriter(Writer):
             small = tuple(made[0].meta["val"].shape)
             made = [self.shaped(each, small, dim, (cut.blocks, rest), layout, f"{each.name}_blocks") for each in made]
         one, several = wider(layout, dim, int(many)), wider(layout, dim, 1 + many)
-        stacked = self.laid_out(aten.stack.default, made, dim + many, name=f"{node.name}_panels", read=(one,) * len(made), left=several)
+        stacked = self.laid_out(
+            aten.stack.default, made, dim + many, name=f"{node.name}_panels", read=(one,) * len(made), left=several
+        )
         return self.reshaped(stacked, shape, several, layout, node.name)
 
     def summed(self, node: Node, choice: Choice, panels: list[list[Node]]) -> Node:
@@ -164,7 +176,9 @@ class PanelWriter(Writer):
                 total = self.laid_out(aten.add.Tensor, total, product, name=name, read=(layout, layout), left=layout)
             else:
                 inputs = [choice.input(slot, self.mesh.axes) for slot in range(len(read))]
-                total = self.laid_out(add, total, *read, name=name, read=(layout, *inputs), left=layout, order=choice.order)
+                total = self.laid_out(
+                    add, total, *read, name=name, read=(layout, *inputs), left=layout, order=choice.order
+                )
                 total.meta[PANEL_OF] = node.name
         return total
 
@@ -177,16 +191,26 @@ class PanelWriter(Writer):
         self.note(made, choice)
         return made
 
-    def shaped(self, x: Node, shape: tuple[int, ...], dim: int, apart: tuple[int, ...], layout: Layout, name: str) -> Node:
+    def shaped(
+        self, x: Node, shape: tuple[int, ...], dim: int, apart: tuple[int, ...], layout: Layout, name: str
+    ) -> Node:
         """Writes a value with one dim as several, the first of which is cut as that was."""
-        return self.reshaped(x, (*shape[:dim], *apart, *shape[dim + 1 :]), layout, wider(layout, dim, len(apart) - 1), name)
+        return self.reshaped(
+            x, (*shape[:dim], *apart, *shape[dim + 1 :]), layout, wider(layout, dim, len(apart) - 1), name
+        )
 
     def reshaped(self, x: Node, shape: tuple[int, ...], before: Layout, after: Layout, name: str) -> Node:
         """Writes a value in another shape."""
         return self.laid_out(aten.reshape.default, x, list(shape), name=name, read=(before,), left=after)
 
     def laid_out(
-        self, op: Any, *args: Any, name: str, read: tuple[Layout, ...], left: Layout, order: tuple[int, ...] | None = None
+        self,
+        op: Any,
+        *args: Any,
+        name: str,
+        read: tuple[Layout, ...],
+        left: Layout,
+        order: tuple[int, ...] | None = None,
     ) -> Node:
         """Writes a call that reads its operands and leaves its result in these layouts."""
         node = self.written(op, args, {}, name)
@@ -208,7 +232,8 @@ class PanelWriter(Writer):
         return node
 
     def note(self, node: Node, choice: Choice) -> None:
-        """Notes the choice of a call. A value that the plan does not have is boxed from where it was made to each place that reads it."""
+        """Notes the choice of a call. A value that the plan does not have is boxed from where it was made to each
+        place that reads it."""
         self.choices[node.name] = choice
         self.aliases.setdefault((node.name, 0), choice.output(0, self.mesh.axes))
 
@@ -256,31 +281,44 @@ def held_bytes(node: Node, layout: Layout, mesh: Mesh) -> int:
 
 
 def ends_of(value: Node, chain: Sequence[Node]) -> list[tuple[Node, int]]:
-    """Returns the products at the ends of boxings of a value, the last one first in `chain`; none if something else is there."""
+    """Returns the products at the ends of boxings of a value, the last one first in `chain`; none if something else
+    is there."""
     if value.target in PRODUCTS and list(value.users) == [chain[-1]]:
         return [(value, RESULT)]
     if not all(reader.target in PRODUCTS for reader in chain[0].users):
         return []
-    return [(reader, slot) for reader in chain[0].users for slot, read in enumerate(operands(reader)) if read is chain[0]]
+    return [
+        (reader, slot) for reader in chain[0].users for slot, read in enumerate(operands(reader)) if read is chain[0]
+    ]
 
 
 def cuts(plan: Plan, found: Sequence[Move], wanted: Iterable[tuple[Move, int]]) -> Cuts:
-    """Returns the products to be cut so that moves go in so many panels, as far as one way of cutting does for all at a product.
+    """Returns the products to be cut so that moves go in so many panels, as far as one way of cutting does for all
+    at a product.
 
-    wanted: the moves with their numbers of panels; what is decided for an earlier one stays. Of the dims of a value the one is taken
-    by which most seconds of moves go in panels; of equal ones that by which fewest products are sums of panels, as those are added.
+    wanted: the moves with their numbers of panels; what is decided for an earlier one stays. Of the dims of a value
+    the one is taken by which most seconds of moves go in panels; of equal ones that by which fewest products are
+    sums of panels, as those are added.
     """
     decided: Cuts = {}
     for move, panels in wanted:
-        ways = [way for dim in range(move.value.meta["val"].dim()) if (way := cut_along(plan, found, move, dim, panels, decided))]
+        ways = [
+            way
+            for dim in range(move.value.meta["val"].dim())
+            if (way := cut_along(plan, found, move, dim, panels, decided))
+        ]
         if ways:
-            best: Cuts = max(ways, key=lambda way: (covered(found, way), -sum(is_summed(node, cut.factor) for node, cut in way.items())))
+            best: Cuts = max(
+                ways,
+                key=lambda way: (covered(found, way), -sum(is_summed(node, cut.factor) for node, cut in way.items())),
+            )
             decided |= best
     return decided
 
 
 def cut_along(plan: Plan, found: Sequence[Move], move: Move, dim: int, panels: int, decided: Cuts) -> Cuts:
-    """Returns how the products of a move are cut along one dim of its value; nothing if one of them cannot, or is cut otherwise."""
+    """Returns how the products of a move are cut along one dim of its value; nothing if one of them cannot, or is
+    cut otherwise."""
     way: Cuts = {}
     for node, slot in move.ends:
         factor = factors_of(node, slot)[dim]
@@ -295,7 +333,8 @@ def cut_along(plan: Plan, found: Sequence[Move], move: Move, dim: int, panels: i
 
 
 def factors_of(node: Node, slot: int) -> list[str | None]:
-    """Returns by dim of an operand or of the result of a product the factor that it is; None for a dim that is not one factor."""
+    """Returns by dim of an operand or of the result of a product the factor that it is; None for a dim that is not
+    one factor."""
     bound = node.meta["match"].bound
     dims = (bound.outputs[0] if slot == RESULT else bound.inputs[slot]).dims
     return [dim.factors[0] if len(dim.factors) == 1 and dim.literal == 1 else None for dim in dims]
@@ -307,11 +346,18 @@ def is_summed(node: Node, factor: str) -> bool:
 
 
 def blocks_of(plan: Plan, found: Sequence[Move], node: Node, factor: str, panels: int) -> int:
-    """Returns into how many blocks all layouts next to a product together cut a factor; 0 if it does not come out even in panels."""
+    """Returns into how many blocks all layouts next to a product together cut a factor; 0 if it does not come out
+    even in panels."""
     choice, axes, sizes = plan.assignment.choices[node.name], plan.mesh.axes, plan.mesh.sizes
     slots = range(len(operands(node)))
     read = [(slot, choice.input(slot, axes)) for slot in slots] + [(RESULT, choice.output(0, axes))]
-    read += [(slot, layout) for move in found for end, slot in move.ends if end is node for layout in (move.before, move.after)]
+    read += [
+        (slot, layout)
+        for move in found
+        for end, slot in move.ends
+        if end is node
+        for layout in (move.before, move.after)
+    ]
     if is_summed(node, factor) and not all(factor in factors_of(node, slot) for slot in slots):
         return 0  # what lacks it is added once, not with every panel
     blocks, size = 1, node.meta["match"].sizes[factor]
@@ -331,7 +377,8 @@ def covered(found: Iterable[Move], way: Cuts) -> float:
 
 
 def dim_of(move: Move, decided: Cuts) -> int | None:
-    """Returns the dim of a move's value along which it goes in panels; None if its products are not all cut alike along one."""
+    """Returns the dim of a move's value along which it goes in panels; None if its products are not all cut alike
+    along one."""
     dims = {
         (factors_of(node, slot).index(decided[node].factor), decided[node].blocks, decided[node].panels)
         if node in decided and decided[node].factor in factors_of(node, slot)

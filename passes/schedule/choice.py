@@ -1,9 +1,10 @@
 """Chooses the plan whose step is shortest when collectives run beside computing, and bounds the steps of all plans.
 
-A plan that is busy for C seconds of computing and M_l on link l takes T >= max(C, M_1, ...). So for weights w that sum to 1, T >=
-w_0 C + sum w_l M_l, and the least of that over all plans is a layout problem with scaled costs, whose certified bound is a bound of T.
-The weights at which the plans so far cost most give the best bound that one more problem can give, and the next plan. Collectives
-that go in one message share a latency, so in these problems there is none.
+A plan that is busy for C seconds of computing and M_l on link l takes T >= max(C, M_1, ...). So for weights w that
+sum to 1, T >= w_0 C + sum w_l M_l, and the least of that over all plans is a layout problem with scaled costs, whose
+certified bound is a bound of T. The weights at which the plans so far cost most give the best bound that one more
+problem can give, and the next plan. Collectives that go in one message share a latency, so in these problems there
+is none.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ from sbpc.plans.timeline import ACROSS, COMPUTE, INSIDE, STREAMS, works
 
 Weights = Mapping[str, float]
 GRID, LEAST = 32, 1 / 1024  # weights are multiples of one part of GRID, or, of all but one stream, as small as LEAST
-EQUAL = 1e-2  # fraction of the seconds by which two plans may differ and count as equally fast: the one that computes less is taken
+# fraction of the seconds by which two plans may differ and count as equally fast: the one that computes less is taken
+EQUAL = 1e-2
 
 
 @dataclass
 class Overlap:
     """Proves bounds of steps in which streams overlap. Takes the place of the prover of a layout problem in a plan.
 
-    serial: of the layout problem as it is. best: of the one whose bound, times `share`, is the best for the step. whole: the plan
-    of the whole batch, where it runs in halves. least: see `Prover`; none where no bound of computing alone was asked for.
+    serial: of the layout problem as it is. best: of the one whose bound, times `share`, is the best for the step.
+    whole: the plan of the whole batch, where it runs in halves. least: see `Prover`; none where no bound of
+    computing alone was asked for.
     """
 
     serial: Prover
@@ -43,8 +46,8 @@ class Overlap:
 
     @classmethod
     def of(cls, plan: Plan) -> Overlap:
-        """Returns the prover of a plan that was solved as if nothing overlapped, at equal weights of the streams: what that proves
-        of the step, which is nothing where collectives have latencies."""
+        """Returns the prover of a plan that was solved as if nothing overlapped, at equal weights of the streams:
+        what that proves of the step, which is nothing where collectives have latencies."""
         share = 0.0 if has_latency(plan.mesh) else 1 / len(streams_of(plan.mesh))
         return cls(plan.problem, plan.problem, share, plan.lower_bound * share)
 
@@ -54,10 +57,12 @@ class Overlap:
             self.best, self.share, self.bound = best, 1.0, bound
 
     def improve_by_computing(self, mesh: Mesh, solve: Callable[[Mesh], tuple[Prover, Assignment, float]]) -> None:
-        """Takes the bound of computing alone if it is better: every kernel, with its start, in the fastest of its layouts.
+        """Takes the bound of computing alone if it is better: every kernel, with its start, in the fastest of its
+        layouts.
 
-        It is that of weights 1 for computing and 0 for links. So boxing costs nothing, and the least of all plans is the sum of what
-        each call takes at its fastest by itself. Kernels run one after the other on a device, whatever its links do beside them.
+        It is that of weights 1 for computing and 0 for links. So boxing costs nothing, and the least of all plans is
+        the sum of what each call takes at its fastest by itself. Kernels run one after the other on a device,
+        whatever its links do beside them.
         """
         computing, _, bound = solve(weighted(mesh, dict.fromkeys(STREAMS, 0.0) | {COMPUTE: 1.0}))
         self.improve(computing, bound)
@@ -69,7 +74,8 @@ class Overlap:
         return self.best.proof
 
     def check(self, assignment: Assignment, proof: Any) -> tuple[float, float]:
-        """Returns the weighted busy seconds of an assignment, which its step takes at least, and the least of any assignment."""
+        """Returns the weighted busy seconds of an assignment, which its step takes at least, and the least of any
+        assignment."""
         paid, bound = self.best.check(self.whole.assignment if self.whole else assignment, proof)
         return paid * self.share, bound * self.share
 
@@ -86,14 +92,20 @@ class Overlap:
 
 
 def choose(
-    plan: Plan, options: Options, solve: Callable[[Mesh], tuple[Prover, Assignment, float]],
-    others: Iterable[Assignment], made: Callable[[Assignment], Plan], rounds: int,
-) -> Plan:  # fmt: skip
-    """Returns the plan with the shortest step of those that are fastest at some weights of the streams, and of `others`.
+    plan: Plan,
+    options: Options,
+    solve: Callable[[Mesh], tuple[Prover, Assignment, float]],
+    others: Iterable[Assignment],
+    made: Callable[[Assignment], Plan],
+    rounds: int,
+) -> Plan:
+    """Returns the plan with the shortest step of those that are fastest at some weights of the streams, and of
+    `others`.
 
-    plan: the fastest one where nothing overlaps, with its bound and its prover; it fits into the memory that `options` name.
-    options: of the plan to be returned. solve: plans for a mesh whose costs are scaled; it returns the prover, the assignment and
-    the bound. made: makes the plan of an assignment. rounds: how many weights are tried, equal ones first; none: nothing is solved.
+    plan: the fastest one where nothing overlaps, with its bound and its prover; it fits into the memory that
+    `options` name. options: of the plan to be returned. solve: plans for a mesh whose costs are scaled; it returns
+    the prover, the assignment and the bound. made: makes the plan of an assignment. rounds: how many weights are
+    tried, equal ones first; none: nothing is solved.
     """
     streams, prover = streams_of(plan.mesh), Overlap.of(plan)
     candidates = [overlapped(each, options) for each in (plan, *map(made, others))]
@@ -118,7 +130,8 @@ def choose(
 
 
 def bounded(plan: Plan, options: Options, solve: Callable[[Mesh], tuple[Prover, Assignment, float]]) -> Plan:
-    """Returns the overlapped step of a plan under a memory limit. Its bound holds for all plans, whatever memory they take.
+    """Returns the overlapped step of a plan under a memory limit. Its bound holds for all plans, whatever memory
+    they take.
 
     plan: solved as if nothing overlapped. options: of the plan to be returned. solve: as of `choose`.
     """
@@ -143,7 +156,9 @@ def overlapped(
     """Returns a plan of the same layouts with these options and bounds. It shares what does not depend on them."""
     result = replace(plan, options=options, lower_bound=bound, prover=prover, serial_bound=serial_bound, again=no_model)
     if plan.options is options:
-        vars(result).update((name, each) for name, each in vars(plan).items() if name in ("programs", "parts", "memory"))
+        vars(result).update(
+            (name, each) for name, each in vars(plan).items() if name in ("programs", "parts", "memory")
+        )
     return result
 
 
@@ -163,7 +178,8 @@ def bare_seconds(plan: Plan) -> Mapping[str, float]:
 
 
 def heaviest(streams: tuple[str, ...], loads: list[Mapping[str, float]]) -> tuple[dict[str, float], float]:
-    """Returns the weights at which the cheapest of some loads costs most, and what it costs there: on a grid, none of them 0."""
+    """Returns the weights at which the cheapest of some loads costs most, and what it costs there: on a grid, none
+    of them 0."""
     parts = itertools.product([LEAST, *(part / GRID for part in range(1, GRID)), 1 - LEAST], repeat=len(streams) - 1)
     grid = [(*rest, 1 - sum(rest)) for rest in parts if 1 - sum(rest) >= LEAST]
 
@@ -177,22 +193,34 @@ def heaviest(streams: tuple[str, ...], loads: list[Mapping[str, float]]) -> tupl
 def has_latency(mesh: Mesh) -> bool:
     """Returns whether a collective on a mesh takes longer than its bytes do."""
     cluster = mesh.cluster
-    return bool(cluster.intra_latency or cluster.inter_latency or any(rate.latency or rate.least for rate in cluster.collectives))
+    return bool(
+        cluster.intra_latency
+        or cluster.inter_latency
+        or any(rate.latency or rate.least for rate in cluster.collectives)
+    )
 
 
 def weighted(mesh: Mesh, weights: Weights) -> Mesh:
-    """Returns the mesh on which a second of a stream costs what its weight says, and on which collectives have no latency."""
+    """Returns the mesh on which a second of a stream costs what its weight says, and on which collectives have no
+    latency."""
     cluster, compute = mesh.cluster, weights[COMPUTE]
     link = {"intra": weights.get(INSIDE, 1.0), "inter": weights.get(ACROSS, 1.0)}
     rates = [
         replace(rate, link=name, least=0.0, latency=None)
-        for rate in sorted(cluster.collectives, key=lambda rate: rate.link is None)  # the first of equally near ones is taken
+        # the first of equally near ones is taken
+        for rate in sorted(cluster.collectives, key=lambda rate: rate.link is None)
         for name in ([rate.link] if rate.link else LINKS)
     ]
     scaled = replace(
-        cluster, name="weighted", peak=cluster.peak / compute, memory_bandwidth=cluster.memory_bandwidth / compute,
-        launch=cluster.launch * compute, collectives=tuple(rates),
-        intra_latency=0.0, intra_bandwidth=cluster.intra_bandwidth / link["intra"] if link["intra"] else math.inf,
-        inter_latency=0.0, inter_bandwidth=cluster.inter_bandwidth / link["inter"] if link["inter"] else math.inf,
-    )  # fmt: skip
+        cluster,
+        name="weighted",
+        peak=cluster.peak / compute,
+        memory_bandwidth=cluster.memory_bandwidth / compute,
+        launch=cluster.launch * compute,
+        collectives=tuple(rates),
+        intra_latency=0.0,
+        intra_bandwidth=cluster.intra_bandwidth / link["intra"] if link["intra"] else math.inf,
+        inter_latency=0.0,
+        inter_bandwidth=cluster.inter_bandwidth / link["inter"] if link["inter"] else math.inf,
+    )
     return Mesh(cluster=scaled, **dict(zip(mesh.axes, mesh.sizes)))

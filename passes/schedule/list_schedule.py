@@ -1,19 +1,21 @@
 """Orders the nodes of a boxed graph by list scheduling.
 
-One order is made for all ranks, from the durations of the busiest one. A collective starts when its operand is there and its
-link would otherwise be idle before the next kernel ends. A kernel runs as soon as its operands are there. Where none can run,
-the computing stream waits for the collective that ends first. Of the kernels that may run one goes first by one of three rules:
+One order is made for all ranks, from the durations of the busiest one. A collective starts when its operand is there
+and its link would otherwise be idle before the next kernel ends. A kernel runs as soon as its operands are there.
+Where none can run, the computing stream waits for the collective that ends first. Of the kernels that may run one
+goes first by one of three rules:
 
 - "way": the one with the longest way to the end of the step. The gradient of an input goes before that of a weight.
-- "feed": the same, but while a link is idle the one after which a collective can start soonest. The gradient of a weight goes
-  before that of an input if the link has nothing else to do.
+- "feed": the same, but while a link is idle the one after which a collective can start soonest. The gradient of a
+  weight goes before that of an input if the link has nothing else to do.
 - "order": the first one in the order given.
 
 None is the best for all graphs, so the caller simulates what each gives.
 
-Collectives of one kind over the same ranks may go in one message, a bucket, which has the latency of one. With a collective that
-starts, others start that could start then, too, as long as latency is a share of the bucket's time, and was of theirs. So a link
-that has nothing to do waits for nothing, and on one that is busy what has gathered meanwhile goes together.
+Collectives of one kind over the same ranks may go in one message, a bucket, which has the latency of one. With a
+collective that starts, others start that could start then, too, as long as latency is a share of the bucket's time,
+and was of theirs. So a link that has nothing to do waits for nothing, and on one that is busy what has gathered
+meanwhile goes together.
 """
 
 from __future__ import annotations
@@ -34,16 +36,23 @@ Buckets = dict[Node, Node]
 
 
 def list_schedule(
-    nodes: Sequence[Node], works: Mapping[Node, Work], window: float = math.inf, rule: str = "way",
-    after: Mapping[Node, Sequence[Node]] | None = None, kinds: Mapping[Node, Hashable] | None = None, share: float = 0.0,
+    nodes: Sequence[Node],
+    works: Mapping[Node, Work],
+    window: float = math.inf,
+    rule: str = "way",
+    after: Mapping[Node, Sequence[Node]] | None = None,
+    kinds: Mapping[Node, Hashable] | None = None,
+    share: float = 0.0,
 ) -> tuple[Order, Buckets]:
-    """Returns the calls of a graph in the order in which they are to run, with (node, True) where a collective is waited for; and
-    by collective that is not alone in its bucket the first one of that. Those of a bucket follow each other.
+    """Returns the calls of a graph in the order in which they are to run, with (node, True) where a collective is
+    waited for; and by collective that is not alone in its bucket the first one of that. Those of a bucket follow
+    each other.
 
-    nodes: the calls in an order that works. window: how many calls a call may run ahead of the first one, in the order of `nodes`,
-    that has not run; it bounds what is alive at once. rule: one of RULES. after: by call, earlier calls behind which it must run
-    though it reads nothing of theirs. kinds: by collective what is equal for those that may share a bucket; without, none does. share: the
-    least part of the time of a bucket, and of a collective that joins it, that is latency.
+    nodes: the calls in an order that works. window: how many calls a call may run ahead of the first one, in the
+    order of `nodes`, that has not run; it bounds what is alive at once. rule: one of RULES. after: by call, earlier
+    calls behind which it must run though it reads nothing of theirs. kinds: by collective what is equal for those
+    that may share a bucket; without, none does. share: the least part of the time of a bucket, and of a collective
+    that joins it, that is latency.
     """
     scheduler = ListScheduler(nodes, works, window, rule, after or {}, kinds or {}, share)
     return scheduler.run(), scheduler.buckets
@@ -52,15 +61,22 @@ def list_schedule(
 class ListScheduler:
     """The state of the simulated step: the time on the computing stream, what may run, and what is in flight.
 
-    Nodes are numbered in the order given. way: seconds of the longest way to the end of the step. feed: seconds until a collective can
-    start. ready, sendable: heaps of (priority, number) of the kernels that may run now and, by link, of the collectives that may start
-    now; feeding: of the same kernels as ready, by feed. early: numbers that lie beyond the window. flying: (end, number).
+    Nodes are numbered in the order given. way: seconds of the longest way to the end of the step. feed: seconds
+    until a collective can start. ready, sendable: heaps of (priority, number) of the kernels that may run now and,
+    by link, of the collectives that may start now; feeding: of the same kernels as ready, by feed. early: numbers
+    that lie beyond the window. flying: (end, number).
     """
 
     def __init__(
-        self, nodes: Sequence[Node], works: Mapping[Node, Work], window: float, rule: str, after: Mapping[Node, Sequence[Node]],
-        kinds: Mapping[Node, Hashable], share: float,
-    ) -> None:  # fmt: skip
+        self,
+        nodes: Sequence[Node],
+        works: Mapping[Node, Work],
+        window: float,
+        rule: str,
+        after: Mapping[Node, Sequence[Node]],
+        kinds: Mapping[Node, Hashable],
+        share: float,
+    ) -> None:
         self.nodes, self.window, self.rule, self.share = nodes, window, rule, share
         self.kinds = [kinds.get(node, at) for at, node in enumerate(nodes)]
         self.number = {node: at for at, node in enumerate(nodes)}
@@ -173,7 +189,11 @@ class ListScheduler:
             self.await_operands(at)
         begin = max(self.free[link], self.now)
         first = self.nodes[together[0]]
-        self.free[link] = begin + sum(self.work[at].seconds - self.work[at].latency for at in together) + self.work[together[0]].latency
+        self.free[link] = (
+            begin
+            + sum(self.work[at].seconds - self.work[at].latency for at in together)
+            + self.work[together[0]].latency
+        )
         for at in together:
             self.order.append((self.nodes[at], False))
             heapq.heappush(self.flying, (self.free[link], at))

@@ -28,13 +28,15 @@ def wait(x: Tensor) -> Tensor:
 
 
 def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None) -> GraphModule:
-    """Returns the fastest of the scheduled graphs whose bytes alive, at their peak, stay within a budget; else the order of `boxed`.
+    """Returns the fastest of the scheduled graphs whose bytes alive, at their peak, stay within a budget; else the
+    order of `boxed`.
 
     No schedule is slower than that order, in which one thing runs at a time: here something always does.
 
-    Before: a boxed graph. After: the same calls in an order for all ranks, and for every collective that sends something a node
-    `wait(x)` with `meta["awaits"]`, which all its readers read. budget: bytes besides the optimizer's; by default SLACK
-    times those of the graph as it is, and what the panels of one product hold together, as without panels.
+    Before: a boxed graph. After: the same calls in an order for all ranks, and for every collective that sends
+    something a node `wait(x)` with `meta["awaits"]`, which all its readers read. budget: bytes besides the
+    optimizer's; by default SLACK times those of the graph as it is, and what the panels of one product hold
+    together, as without panels.
     """
     calls = [node for node in boxed.graph.nodes if node.op == "call_function"]
     work = works(boxed, mesh)
@@ -56,12 +58,15 @@ def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None) -> Gra
             if Life.of(gm, mesh).peak <= most:
                 return gm
     result = ordered(boxed, ((node, False) for node in calls))
-    result.meta["remarks"] += (f"no schedule takes at most {most:,.0f} bytes a rank: every collective is waited for at once",)
+    result.meta["remarks"] += (
+        f"no schedule takes at most {most:,.0f} bytes a rank: every collective is waited for at once",
+    )
     return result
 
 
 def panel_bytes(boxed: GraphModule, mesh: Mesh) -> int:
-    """Returns the most bytes that the panels of one product hold together: what they read of boxings, and make for boxings."""
+    """Returns the most bytes that the panels of one product hold together: what they read of boxings, and make for
+    boxings."""
     held = Counter[str]()
     for node in boxed.graph.nodes:
         if PANEL_OF in node.meta:
@@ -84,8 +89,8 @@ def seconds_of(order: Order, buckets: Buckets, work: Mapping[Node, Work], cluste
 
 
 def ordered(boxed: GraphModule, order: Iterable[tuple[Node, bool]], buckets: Buckets | None = None) -> GraphModule:
-    """Returns a graph with its calls in an order. (node, True) stands for a node that waits for a collective. buckets: by collective
-    that shares one, the first of it, whose name is then its `meta["bucket"]`."""
+    """Returns a graph with its calls in an order. (node, True) stands for a node that waits for a collective.
+    buckets: by collective that shares one, the first of it, whose name is then its `meta["bucket"]`."""
     copies = Copies()
     for node in boxed.graph.nodes:
         if node.op in ("placeholder", "get_attr"):

@@ -1,4 +1,5 @@
-"""Where a step is cut into stages: every call has a place in the order of the forward, and the places are cut where stages are even.
+"""Where a step is cut into stages: every call has a place in the order of the forward, and the places are cut where
+stages are even.
 
 What depends on no parameter (masks, positions, rotary angles) has no place: every stage that reads it computes it.
 """
@@ -23,9 +24,10 @@ Places = dict[Node, int]
 
 
 def places_of(gm: GraphModule) -> Places:
-    """Returns the place of every call that depends on a parameter: of the forward, its number among these; of the backward, the
-    last place at which it can run: not after the gradients it reads, and where what it reads of the forward is made or read. What
-    depends on parameters alone has the place at which it is first read: it is made once a step, by every stage that reads it.
+    """Returns the place of every call that depends on a parameter: of the forward, its number among these; of the
+    backward, the last place at which it can run: not after the gradients it reads, and where what it reads of the
+    forward is made or read. What depends on parameters alone has the place at which it is first read: it is made
+    once a step, by every stage that reads it.
     """
     bound = set(placeholders(gm, PARAMETER).values())
     fixed = set(bound)
@@ -57,13 +59,15 @@ def places_of(gm: GraphModule) -> Places:
                 if not is_late(used) and used in at:
                     place = max((each for each in at[used] if each <= place), default=place)
         known[node] = place
-    for node in reversed([each for each in gm.graph.nodes if each in fixed and each.op == "call_function"]):  # read late alone
+    # read late alone
+    for node in reversed([each for each in gm.graph.nodes if each in fixed and each.op == "call_function"]):
         known.setdefault(node, min((known[user] for user in node.users if user in known), default=last))
     return delayed(gm, known, late, at)
 
 
 def read_here(node: Node, fixed: set[Node], known: Places, place: int) -> list[Node]:
-    """Returns what a call reads, and what that is made of where it depends on parameters alone: it gets the call's place if it has none."""
+    """Returns what a call reads, and what that is made of where it depends on parameters alone: it gets the call's
+    place if it has none."""
     found, todo = dict[Node, None](), list(node.all_input_nodes)
     while todo:
         used = todo.pop()
@@ -75,7 +79,8 @@ def read_here(node: Node, fixed: set[Node], known: Places, place: int) -> list[N
 
 
 def delayed(gm: GraphModule, known: Places, late: list[Node], at: dict[Node, list[int]]) -> Places:
-    """Moves calls of the backward that read one value (sums, views) to the places that read them; a gradient to its parameter's."""
+    """Moves calls of the backward that read one value (sums, views) to the places that read them; a gradient to its
+    parameter's."""
     stored = placeholders(gm)
     homes: dict[Node, int] = {}
     for port, node in outputs(gm, GRADIENT):
@@ -97,11 +102,12 @@ def at_producer(node: Node, known: Places, new: int) -> int:
 
 
 def cuts_of(gm: GraphModule, places: Places, stages: int, mesh: Mesh) -> list[int]:
-    """Returns the first place of every stage but the first, so that the slowest stage takes the least time with what it sends.
+    """Returns the first place of every stage but the first, so that the slowest stage takes the least time with what
+    it sends.
 
-    Between equals, what all stages send is least. Where that can be, every stage has a trained parameter. Cuts are between blocks (the
-    modules of a list, such as "layers.3"); in a model with fewer blocks than stages, where less is sent than before and behind. mesh:
-    that of one stage. Raises PlanError if there are fewer places to cut.
+    Between equals, what all stages send is least. Where that can be, every stage has a trained parameter. Cuts are
+    between blocks (the modules of a list, such as "layers.3"); in a model with fewer blocks than stages, where less
+    is sent than before and behind. mesh: that of one stage. Raises PlanError if there are fewer places to cut.
     """
     work, sent = work_at(places, mesh.cluster, mesh.ranks), sent_at(places)
     here = between_blocks(places)
@@ -114,9 +120,11 @@ def cuts_of(gm: GraphModule, places: Places, stages: int, mesh: Mesh) -> list[in
     ends = np.array([0, *here, len(work)])
     total = np.concatenate([[0.0], np.cumsum(work)])[ends]
     border = np.array([0.0, *(2 * sent[p] / bandwidth for p in here), 0.0])
-    took = np.maximum(total[None, :] - total[:, None], np.maximum(border[:, None], border[None, :]))  # it sends while it computes
+    # it sends while it computes
+    took = np.maximum(total[None, :] - total[:, None], np.maximum(border[:, None], border[None, :]))
     took[np.tril_indices(len(ends))] = np.inf
-    count = np.cumsum([0, *np.bincount(trained_at(gm, places), minlength=len(work))])[ends]  # of trained parameters before each end
+    # of trained parameters before each end
+    count = np.cumsum([0, *np.bincount(trained_at(gm, places), minlength=len(work))])[ends]
     idle = count[None, :] == count[:, None]
     if np.isfinite(best_steps(np.where(idle, np.inf, took), stages, np.maximum)[0]):
         took[idle] = np.inf
@@ -149,7 +157,8 @@ def blocks_at(places: Places) -> list[str]:
 
 
 def work_at(places: Places, cluster: Cluster, parts: int) -> np.ndarray:
-    """Returns by place the seconds of forward and backward on a device that has one of so many equal parts of every call."""
+    """Returns by place the seconds of forward and backward on a device that has one of so many equal parts of every
+    call."""
     work = np.zeros(max(places.values(), default=-1) + 1)
     for node, place in places.items():
         match = node.meta.get("match")
@@ -177,5 +186,3 @@ def sent_at(places: Places) -> np.ndarray:
 def stage_at(place: int, cuts: Sequence[int]) -> int:
     """Returns the stage that a place is in."""
     return int(np.searchsorted(np.asarray(cuts), place, side="right"))
-
-

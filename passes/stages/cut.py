@@ -22,9 +22,10 @@ aten = torch.ops.aten
 class Piece:
     """The graph of one stage.
 
-    graph: a captured graph, whose inputs are those of the body that it reads, then what it receives in the forward; its tangents
-    are what it receives in the backward, and its outputs those of the body, then what it sends. arguments: by its inputs, the name of
-    the body's input. results: by its outputs, the number of the body's output. receives, sends: by port, the name of the value.
+    graph: a captured graph, whose inputs are those of the body that it reads, then what it receives in the forward;
+    its tangents are what it receives in the backward, and its outputs those of the body, then what it sends.
+    arguments: by its inputs, the name of the body's input. results: by its outputs, the number of the body's output.
+    receives, sends: by port, the name of the value.
     """
 
     graph: GraphModule
@@ -37,8 +38,8 @@ class Piece:
 def cut(body: GraphModule, places: Places, cuts: Sequence[int]) -> list[Piece]:
     """Returns the pieces of a body. places: of its calls. cuts: the first place of every stage but the first.
 
-    A gradient that is the sum of terms of several stages has a term in each. Raises PlanError if a stage would need a value of a
-    later one before that has it.
+    A gradient that is the sum of terms of several stages has a term in each. Raises PlanError if a stage would need
+    a value of a later one before that has it.
     """
     return Cutter(body, places, cuts).pieces()
 
@@ -46,14 +47,17 @@ def cut(body: GraphModule, places: Places, cuts: Sequence[int]) -> list[Piece]:
 class Cutter:
     """Sorts nodes into stages, and writes a graph for each.
 
-    fixed: what is the same in all micro-batches. It is made once a step, by every stage that reads it: it never crosses.
+    fixed: what is the same in all micro-batches. It is made once a step, by every stage that reads it: it never
+    crosses.
     """
 
     def __init__(self, body: GraphModule, places: Places, cuts: Sequence[int]) -> None:
         self.body, self.count = body, len(cuts) + 1
         self.stage = {node: stage_at(place, cuts) for node, place in places.items()}
         inputs = placeholders(body, INPUT, TANGENT).values()
-        self.fixed = made_of(body, (node for node in body.graph.nodes if not node.all_input_nodes and node not in inputs))
+        self.fixed = made_of(
+            body, (node for node in body.graph.nodes if not node.all_input_nodes and node not in inputs)
+        )
         self.terms: list[tuple[Port, Node, int]] = []  # outputs of the body by stage: port, value, stage
         self.added: set[Node] = set()  # sums over stages, which are left out
         for port, node in outputs(body):
@@ -65,7 +69,12 @@ class Cutter:
 
     def split(self, port: Port, node: Node) -> list[Node]:
         """Returns the terms of a gradient, one for each stage that has one."""
-        plain = node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs and len(node.all_input_nodes) == 2
+        plain = (
+            node.target is aten.add.Tensor
+            and len(node.args) == 2
+            and not node.kwargs
+            and len(node.all_input_nodes) == 2
+        )
         if port.kind != GRADIENT or not plain or set(node.users) != {self.body.graph.output_node()}:
             return [node]
         added = {node}
@@ -100,7 +109,9 @@ class Cutter:
         """
         stored = placeholders(self.body)
         ends = [node for _, node, at in self.terms if at == stage]
-        ends += [stored[Port(PARAMETER, port.name)] for port, _, at in self.terms if at == stage and port.kind == GRADIENT]
+        ends += [
+            stored[Port(PARAMETER, port.name)] for port, _, at in self.terms if at == stage and port.kind == GRADIENT
+        ]
         apart = self.fixed | self.added
         todo = [node for node, at in self.stage.items() if at == stage and node not in apart] + ends
         inside, received = set[Node](), set[Node]()
@@ -134,7 +145,9 @@ class Cutter:
             elif node in inside:
                 takes[port] = node
         in_order = sorted(received, key=lambda node: self.comes_late(node, stage))
-        receives = {add_port(takes, TANGENT if self.comes_late(node, stage) else INPUT, node): node.name for node in in_order}
+        receives = {
+            add_port(takes, TANGENT if self.comes_late(node, stage) else INPUT, node): node.name for node in in_order
+        }
         for port, node, at in self.terms:
             if at == stage and port.kind == OUTPUT:
                 gives[add_port(leaves, OUTPUT, node)] = int(port.name)

@@ -48,9 +48,10 @@ def staged(
 ) -> Plan:
     """Returns the plan of an annotated step with stages along an axis, with one stage where `options` name none.
 
-    solve: plans the body on the mesh of a stage; of several plans the one whose step is shortest is taken. spare: lays it out in other ways
-    that may take fewer bytes. search: what plans it under limits of bytes, from the plan without. made: makes a chunk there.
-    Raises PlanError if the model cannot be cut so, MemoryLimitError if no plan fits.
+    solve: plans the body on the mesh of a stage; of several plans the one whose step is shortest is taken. spare:
+    lays it out in other ways that may take fewer bytes. search: what plans it under limits of bytes, from the plan
+    without. made: makes a chunk there. Raises PlanError if the model cannot be cut so, MemoryLimitError if no plan
+    fits.
     """
     axis, schedule, count = options.stages, options.schedule, options.microbatches
     assert count is not None
@@ -64,7 +65,8 @@ def staged(
         places = places_of(whole.annotated)
         pieces = cut(whole.annotated, places, cuts_of(whole.annotated, places, stages * chunks_in(schedule), inner))
         times = count / stages  # of the mean stage: no layouts take less in all
-        alone = 1.0 if whole.serial_bound else min(mesh.cluster.sharing, stages)  # while a stage communicates, others may compute faster
+        # while a stage communicates, others may compute faster
+        alone = 1.0 if whole.serial_bound else min(mesh.cluster.sharing, stages)
         bounds = times * (whole.serial_bound or whole.lower_bound), times * whole.lower_bound / alone
         serial_bound, bound = bounds if free is None else (free.serial_bound, free.lower_bound)
 
@@ -86,13 +88,18 @@ def staged(
 
 
 def within_memory(
-    free: Draft, memory: float, spare: Callable[[], Sequence[Assignment]], search: Search, draft: Callable[[Plan], Draft]
+    free: Draft,
+    memory: float,
+    spare: Callable[[], Sequence[Assignment]],
+    search: Search,
+    draft: Callable[[Plan], Draft],
 ) -> Plan:
     """Returns a plan that fits into `memory` bytes on each rank.
 
     Layouts that spare bytes are tried, and those of the plan without a limit, with parameters cut and gathered
-    (`sbpc.passes.stages.zero`). If none of these is almost as fast as the plan without a limit, the body is planned under a limit, too,
-    and under lower ones, at most TRIES in all, until the busiest stage fits. Raises MemoryLimitError.
+    (`sbpc.passes.stages.zero`). If none of these is almost as fast as the plan without a limit, the body is planned
+    under a limit, too, and under lower ones, at most TRIES in all, until the busiest stage fits. Raises
+    MemoryLimitError.
     """
     plan, whole, _ = free
     plans = list[Plan]()
@@ -179,14 +186,19 @@ def left(whole: Plan, piece: Piece, borders: Mapping[str, Layout], port: Port) -
 
 
 def border(whole: Plan, node: Node) -> Layout:
-    """Returns the layout in which a value crosses: of those in which it is made or read the one of the fewest bytes a rank, or whole."""
+    """Returns the layout in which a value crosses: of those in which it is made or read the one of the fewest bytes
+    a rank, or whole."""
     producer, index = value_of(node)
     axes, choices = whole.mesh.axes, whole.assignment.choices
     layouts = [choices[producer.name].output(index, axes)]
     for user in node.users:
         if user.op == "call_function" and user.name in choices:
-            layouts += [choices[user.name].input(slot, axes) for slot, used in enumerate(operands(user)) if used is node]
-    layouts += [whole.assignment.aliases[producer.name, index]] if (producer.name, index) in whole.assignment.aliases else []
+            layouts += [
+                choices[user.name].input(slot, axes) for slot, used in enumerate(operands(user)) if used is node
+            ]
+    layouts += (
+        [whole.assignment.aliases[producer.name, index]] if (producer.name, index) in whole.assignment.aliases else []
+    )
     kept = [layout for layout in dict.fromkeys(layouts) if not layout.partial and may_hold(layout, node, whole.mesh)]
     if not kept:  # a partial sum wherever it is made or read: it is added up on its way
         kept = [layout for each in layouts for layout in added_up(each, node) if may_hold(layout, node, whole.mesh)]

@@ -1,13 +1,15 @@
-"""ZeRO, parameter by parameter (Rajbhandari et al. 2020): what every rank holds whole is cut, and gathered when it is needed.
+"""ZeRO, parameter by parameter (Rajbhandari et al. 2020): what every rank holds whole is cut, and gathered when it
+is needed.
 
 A parameter is at a level, and each holds fewer bytes and sends more than the one before:
 
-0  it is stored as the fastest layouts of the body have it; its gradient adds up over the micro-batches and is boxed once
-1  it and its optimizer state are cut over all ranks; it is gathered once before the micro-batches, its gradient scattered once after them
-2  its gradient is scattered in every micro-batch, so that the sum is cut, too
+0  it is stored as the fastest layouts of the body have it; its gradient adds up over the micro-batches and is boxed
+once 1  it and its optimizer state are cut over all ranks; it is gathered once before the micro-batches, its gradient
+scattered once after them 2  its gradient is scattered in every micro-batch, so that the sum is cut, too
 3  it is gathered in every micro-batch, once for the forward and once for the backward
 
-Under a memory limit parameters move to higher levels, first those that save the most bytes for each second, until the step fits.
+Under a memory limit parameters move to higher levels, first those that save the most bytes for each second, until
+the step fits.
 """
 
 from __future__ import annotations
@@ -44,11 +46,13 @@ Build = Callable[[Assignment, frozenset[Port]], Plan]
 
 
 def within_levels(free: Plan, whole: Plan, memory: float, build: Build, best: float = inf) -> Plan:
-    """Returns the plan of the fewest moves to higher levels that fits into `memory` bytes on each rank; if none does, one that does not.
+    """Returns the plan of the fewest moves to higher levels that fits into `memory` bytes on each rank; if none
+    does, one that does not.
 
-    free: the plan without moves. whole: the plan of its body. build: makes the plan of a step from layouts of the body and what is in
-    the loop. best: seconds of a plan that fits; more moves are not tried once one that does not fit is no faster. A move saves about what
-    its parameters take, so what the stages of one plan lack says how many moves to try next.
+    free: the plan without moves. whole: the plan of its body. build: makes the plan of a step from layouts of the
+    body and what is in the loop. best: seconds of a plan that fits; more moves are not tried once one that does not
+    fit is no faster. A move saves about what its parameters take, so what the stages of one plan lack says how many
+    moves to try next.
     """
     held = [free.memory_of(stage)["total"] for stage in range(free.stages)]
     fits = free if max(held) <= memory else None
@@ -74,7 +78,8 @@ def within_levels(free: Plan, whole: Plan, memory: float, build: Build, best: fl
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that go together, since a call reads them and nothing else. nodes: these, and what is made of them alone."""
+    """Parameters that go together, since a call reads them and nothing else. nodes: these, and what is made of them
+    alone."""
 
     names: tuple[str, ...]
     nodes: tuple[Node, ...]
@@ -103,7 +108,8 @@ class Move(NamedTuple):
 
 @dataclass
 class Zero:
-    """The levels of the groups of parameters of a body. plan: the body, its layouts those of level 0. count: micro-batches."""
+    """The levels of the groups of parameters of a body. plan: the body, its layouts those of level 0. count:
+    micro-batches."""
 
     plan: Plan
     groups: list[Group]
@@ -128,7 +134,8 @@ class Zero:
         return [move for _, move in sorted(found, key=lambda each: (-each[0], each[1].level))]
 
     def saved(self, moves: Sequence[Move], free: Plan) -> list[list[int]]:
-        """Returns by stage about how many bytes of its ranks the first moves save, none, one and so on up to all of them."""
+        """Returns by stage about how many bytes of its ranks the first moves save, none, one and so on up to all of
+        them."""
         stages = {name: free.owners[at] for at, part in enumerate(free.parts) for name in part.homes}
         stage_of = [stages.get(group.names[0]) for group in self.groups]
         return [
@@ -159,15 +166,16 @@ class Zero:
 
     @cached_property
     def cut(self) -> Assignment:
-        """The layouts of the levels from 1 on: those of the plan, but parameters are cut over all ranks where they can be and no pin
-        says otherwise, and what is made of them alone is as is best then."""
+        """The layouts of the levels from 1 on: those of the plan, but parameters are cut over all ranks where they
+        can be and no pin says otherwise, and what is made of them alone is as is best then."""
         gm, mesh = self.plan.annotated, self.plan.mesh
         ours = {node for group in self.groups for node in group.nodes}
         layouts = {name: choice.output(0, mesh.axes) for name, choice in self.plan.assignment.choices.items()}
         names = {node: [node.name] for node in ours} | {
             node: [port.name, *(name for name, first in self.plan.ports.tied.items() if first == port.name)]
-            for port, node in placeholders(gm).items() if port.kind == PARAMETER
-        }  # fmt: skip
+            for port, node in placeholders(gm).items()
+            if port.kind == PARAMETER
+        }
         patterns = list(self.plan.options.pin)
         may_move = {node for node in ours if not any(fnmatch.filter(names[node], pattern) for pattern in patterns)}
         axes = tuple(axis for axis, size in enumerate(mesh.sizes) if size > 1)
@@ -178,7 +186,9 @@ class Zero:
             elif node.name in layouts and (node not in may_move or node.op == "placeholder"):
                 wishes[node.name] = exactly(layouts[node.name], "as in the plan")
         space = Space(gm, mesh, wishes, {})
-        return space.assignment(with_best(space, space.known_labels(self.plan.assignment), [group.nodes for group in self.groups]))
+        return space.assignment(
+            with_best(space, space.known_labels(self.plan.assignment), [group.nodes for group in self.groups])
+        )
 
     def seconds(self, number: int, level: int) -> float:
         """Returns the seconds of a step in which the parameters of a group and their gradients are boxed."""
@@ -188,7 +198,8 @@ class Zero:
         return gathering * (2 * self.count if level == 3 else 1) + home * (self.count if level >= 2 else 1)
 
     def bytes(self, number: int, level: int) -> int:
-        """Returns about what a rank holds of the parameters of a group: stored, gathered, optimizer state and sums of gradients."""
+        """Returns about what a rank holds of the parameters of a group: stored, gathered, optimizer state and sums
+        of gradients."""
         assignment, mesh = self.cut if level else self.plan.assignment, self.plan.mesh
         axes, copies = mesh.axes, self.plan.options.copies
         total = 0
@@ -252,7 +263,8 @@ class Zero:
 
 
 def with_best(space: Space, labels: Sequence[int | None], groups: Iterable[Sequence[Node]]) -> list[int]:
-    """Returns the labels of a space with the nodes of each group as is best, all others as they are. Equal groups are solved once."""
+    """Returns the labels of a space with the nodes of each group as is best, all others as they are. Equal groups
+    are solved once."""
     found, known = [label or 0 for label in labels], dict[Hashable, list[int]]()
     touching: dict[int, list[Value]] = {}
     for value in space.values:

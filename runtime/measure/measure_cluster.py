@@ -1,11 +1,11 @@
 """Measure what a flop, a byte of memory and every collective cost on the machine that runs this.
 
-Every figure is the median over repeats, after a warm-up, with all ranks measuring at the same time, as they compute and
-communicate in a step. Before each collective the ranks compute, as they do in a step, and no rank computes again before
-all are through it: it would take the core of a rank that shares it. A collective takes as long as its slowest rank. Its
-time over messages of many sizes is fitted as max(start + bytes / rate, least), with the bytes of the textbook's ring, so
-that whatever the backend does otherwise shows in its own figures. What kernels and a collective cost each other, and what
-ranks that compute do, is measured last.
+Every figure is the median over repeats, after a warm-up, with all ranks measuring at the same time, as they compute
+and communicate in a step. Before each collective the ranks compute, as they do in a step, and no rank computes again
+before all are through it: it would take the core of a rank that shares it. A collective takes as long as its slowest
+rank. Its time over messages of many sizes is fitted as max(start + bytes / rate, least), with the bytes of the
+textbook's ring, so that whatever the backend does otherwise shows in its own figures. What kernels and a collective
+cost each other, and what ranks that compute do, is measured last.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Grouping:
 
 @dataclass(frozen=True)
 class LinearCost:
-    """Seconds of a collective: max(`start` + bytes / `rate`, `least`). traffic: bytes on the wire per byte of the textbook."""
+    """Seconds of a collective: max(`start` + bytes / `rate`, `least`). traffic: bytes on the wire per byte of the
+    textbook."""
 
     start: float
     rate: float
@@ -110,10 +111,19 @@ def profile(
     start = starting(where, repeats, costs)
     intra, inter, missing = links_of(costs, per_node)
     cluster = Cluster(
-        name, **figures, ranks_per_node=per_node, intra_latency=intra[0], intra_bandwidth=intra[1], inter_latency=inter[0],
-        inter_bandwidth=inter[1], memory=memory_of(where, per_node), kernels_beside=kernels_beside, links_beside=links_beside, start=start,
+        name,
+        **figures,
+        ranks_per_node=per_node,
+        intra_latency=intra[0],
+        intra_bandwidth=intra[1],
+        inter_latency=inter[0],
+        inter_bandwidth=inter[1],
+        memory=memory_of(where, per_node),
+        kernels_beside=kernels_beside,
+        links_beside=links_beside,
+        start=start,
         source=told + missing,
-    )  # fmt: skip
+    )
     return replace(cluster, collectives=rates(costs, cluster))
 
 
@@ -132,8 +142,9 @@ def groupings(world: int) -> list[Grouping]:
 def measure(where: torch.device, repeats: int, sent: Sequence[int], tell: Callable[[str], None]) -> Costs:
     """Times every collective over all groups of a grouping at once, for messages of several sizes, and fits its cost.
 
-    Each repeat passes every message once. So if the machine is slow for some seconds, that falls on one repeat of many
-    messages, which medians leave out, and not on all repeats of one. Raises MeshError where all messages are of one size.
+    Each repeat passes every message once. So if the machine is slow for some seconds, that falls on one repeat of
+    many messages, which medians leave out, and not on all repeats of one. Raises MeshError where all messages are of
+    one size.
     """
     tell("which messages are long")
     work = torch.randn(512, 512, device=where)
@@ -153,18 +164,19 @@ def measure(where: torch.device, repeats: int, sent: Sequence[int], tell: Callab
     costs = {}
     for key, each in points.items():
         textbook, _, moved = each[-1]
-        # No collective sends less than the textbook's. If less than half of that was seen, no interface was named or the bytes went
-        # through another one.
+        # No collective sends less than the textbook's. If less than half of that was seen, no interface was named or
+        # the bytes went through another one.
         traffic = moved / textbook if moved > textbook / 2 else 1.0
         costs[key] = replace(fit([point[:2] for point in each]), traffic=traffic)
     return costs
 
 
 def beside(where: torch.device, repeats: int, costs: Costs) -> tuple[float, float]:
-    """Measures how many times as long kernels take while a collective of all ranks runs, and the collective while kernels run.
+    """Measures how many times as long kernels take while a collective of all ranks runs, and the collective while
+    kernels run.
 
-    The kernels are those of a layer, into new memory: a product that stays in caches hardly notices what goes on beside it. Both are
-    measured alone and together by turns, as in `sharing`.
+    The kernels are those of a layer, into new memory: a product that stays in caches hardly notices what goes on
+    beside it. Both are measured alone and together by turns, as in `sharing`.
     """
     grouping = of_all_ranks(costs)
     message = Message("all_reduce", grouping, int(min(MOST, 2 * LONG * costs["all_reduce", grouping].rate)))
@@ -198,7 +210,8 @@ def of_all_ranks(costs: Costs) -> Grouping:
 
 
 def starting(where: torch.device, repeats: int, costs: Costs) -> float:
-    """Measures the seconds of computing that it costs to start a collective between kernels; none on a GPU, which goes on meanwhile."""
+    """Measures the seconds of computing that it costs to start a collective between kernels; none on a GPU, which
+    goes on meanwhile."""
     if where.type == "cuda":
         return 0.0
     work, send = torch.randn(512, 512, device=where), Message("all_gather", of_all_ranks(costs), STARTED).start(where)
@@ -217,11 +230,13 @@ def starting(where: torch.device, repeats: int, costs: Costs) -> float:
 
 
 def series_of(collective: str, grouping: Grouping, sent: Sequence[int], work: torch.Tensor) -> list[Message]:
-    """Returns the messages to time, ascending: up to the first that is LONG in the best of three tries, but at least two."""
+    """Returns the messages to time, ascending: up to the first that is LONG in the best of three tries, but at least
+    two."""
     by_size = {message.textbook: message for message in (Message(collective, grouping, size) for size in sorted(sent))}
     if len(by_size) < 2:
         raise MeshError(
-            f"{collective} over {grouping.ranks} ranks sends {min(by_size):.0f} bytes where {list(sent)} are asked for\n"
+            f"{collective} over {grouping.ranks} ranks sends {min(by_size):.0f} bytes where {list(sent)} are asked "
+            "for\n"
             "  Give sizes that are further apart."
         )
     messages: list[Message] = []
@@ -233,7 +248,8 @@ def series_of(collective: str, grouping: Grouping, sent: Sequence[int], work: to
 
 
 def timed_once(message: Message, work: torch.Tensor) -> tuple[float, float]:
-    """Returns the seconds of a message after a computation, and the bytes that left through the named interface, 0 without."""
+    """Returns the seconds of a message after a computation, and the bytes that left through the named interface, 0
+    without."""
     send = message.start(work.device)
     before = wire_bytes()
     torch.mm(work, work)
@@ -281,7 +297,8 @@ class Message:
 
 
 def wire_bytes() -> int:
-    """Returns a rank's share of the bytes that left through the interface which gloo was told to use, 0 if it was told none."""
+    """Returns a rank's share of the bytes that left through the interface which gloo was told to use, 0 if it was
+    told none."""
     interface = os.environ.get(INTERFACE)
     counter = Path(f"/sys/class/net/{interface}/statistics/tx_bytes")
     if not interface or not counter.exists():
@@ -329,12 +346,15 @@ def links_of(costs: Costs, per_node: int) -> tuple[tuple[float, float], tuple[fl
     intra, inter = link_of(costs, True, per_node), link_of(costs, False, per_node)
     known = intra or inter
     assert known is not None
-    said = "" if intra and inter else "; intra as inter" if inter else "; inter is not measured, and taken to be as intra"
+    said = (
+        "" if intra and inter else "; intra as inter" if inter else "; inter is not measured, and taken to be as intra"
+    )
     return intra or known, inter or known, said
 
 
 def link_of(costs: Costs, inside: bool, per_node: int) -> tuple[float, float] | None:
-    """Returns latency of a round and bandwidth of the links inside nodes or between them, by the best collective there."""
+    """Returns latency of a round and bandwidth of the links inside nodes or between them, by the best collective
+    there."""
     there = {key: cost for key, cost in costs.items() if key[1].inside(per_node) == inside}
     if not there:
         return None
@@ -351,7 +371,8 @@ def rounds(collective: str, grouping: Grouping) -> float:
 
 
 def rates(costs: Costs, cluster: Cluster) -> tuple[Rate, ...]:
-    """Returns how each collective runs over groups of each size on each link, the median over groupings of that size."""
+    """Returns how each collective runs over groups of each size on each link, the median over groupings of that
+    size."""
     measured: dict[tuple[str, int, str], list[Rate]] = {}
     for (collective, grouping), cost in costs.items():
         inside = grouping.inside(cluster.ranks_per_node)

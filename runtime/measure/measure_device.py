@@ -42,9 +42,11 @@ def device_figures(where: torch.device, side: int, dtype: torch.dtype, repeats: 
 
 
 def sharing(run: Callable[[], Any], where: torch.device, repeats: int) -> float:
-    """Returns how many times as long a call takes where all ranks call as where rank 0 alone does, the median over repeats.
+    """Returns how many times as long a call takes where all ranks call as where rank 0 alone does, the median over
+    repeats.
 
-    Both are measured in turn: a machine whose cores others use, too, is as fast in neighbouring windows, not in distant ones.
+    Both are measured in turn: a machine whose cores others use, too, is as fast in neighbouring windows, not in
+    distant ones.
     """
     found = []
     for _ in range(repeats):
@@ -54,8 +56,10 @@ def sharing(run: Callable[[], Any], where: torch.device, repeats: int) -> float:
 
 
 def layers(where: torch.device, dtype: torch.dtype) -> tuple[Callable[[], None], list[tuple[float, float]]]:
-    """Returns a function that multiplies as layers do in a step, operands that no cache holds into new memory, and of every product the
-    flops and the bytes. On a GPU the products are large enough to keep it busy, and take about as long to move as to multiply."""
+    """Returns a function that multiplies as layers do in a step, operands that no cache holds into new memory, and
+    of every product the flops and the bytes. On a GPU the products are large enough to keep it busy, and take about
+    as long to move as to multiply.
+    """
     rows, width, count = (256, 4096, 4) if where.type == "cuda" else (64, 256, 16)
     x = torch.randn(rows, width, device=where).to(dtype)
     weights = torch.randn(count, width, 4 * width, device=where).to(dtype)
@@ -69,7 +73,8 @@ def layers(where: torch.device, dtype: torch.dtype) -> tuple[Callable[[], None],
 
 
 def attention(where: torch.device, dtype: torch.dtype) -> tuple[Callable[[], None], float]:
-    """Returns a function that runs causal attention forward and backward, and its flops as rules count them, the mask left aside."""
+    """Returns a function that runs causal attention forward and backward, and its flops as rules count them, the
+    mask left aside."""
     batch, heads, length, width = (8, 16, 2048, 64) if where.type == "cuda" else (2, 4, 256, 32)
     q, k, v = (torch.randn(batch, heads, length, width, device=where).to(dtype).requires_grad_() for _ in range(3))
 
@@ -90,7 +95,8 @@ def convolution(where: torch.device, dtype: torch.dtype) -> tuple[Callable[[], N
         out = conv2d(images, kernel, padding=1)
         torch.autograd.grad(out, (images, kernel), torch.ones_like(out))
 
-    return run, 54.0 * batch * channels**2 * side**2  # 18 for each number of the forward's, twice as many in the backward
+    # 18 for each number of the forward's, twice as many in the backward
+    return run, 54.0 * batch * channels**2 * side**2
 
 
 def timed(run: Callable[[], Any], where: torch.device, repeats: int, calls: int, ranks: int | None = None) -> float:

@@ -26,9 +26,10 @@ from sbpc.runtime.staged.stage_run import Joined, StageRun, before_loop, micro_b
 class Simulation:
     """What one step gave, as whole tensors. Unpacks as `outputs, gradients`.
 
-    outputs: in the model's own structure. gradients: by name as in `named_parameters()`; a tied one has its first name, a frozen
-    one is absent, an unused one None. buffers: new values by name. bytes_sent: by axis, busiest rank; counted, not predicted.
-    peak_memory: bytes, busiest rank, everything that was alive. input_gradients: by number among the tensor arguments.
+    outputs: in the model's own structure. gradients: by name as in `named_parameters()`; a tied one has its first
+    name, a frozen one is absent, an unused one None. buffers: new values by name. bytes_sent: by axis, busiest rank;
+    counted, not predicted. peak_memory: bytes, busiest rank, everything that was alive. input_gradients: by number
+    among the tensor arguments.
     """
 
     outputs: Any
@@ -50,11 +51,13 @@ def simulate(
     tangents: Any = None,
     seed: int = 0,
 ) -> Simulation:
-    """Runs one step of `plan` on all its ranks in this process, without GPUs: the programs that torchrun runs, only collectives swapped.
+    """Runs one step of `plan` on all its ranks in this process, without GPUs: the programs that torchrun runs, only
+    collectives swapped.
 
-    args are whole, on one device; so is what comes back. Where the plan has a `loss`, they are `(*args, *targets)`. tangents: the
-    gradients of the outputs, ones if not given; a loop takes none. seed: of all random numbers; one seed gives the same numbers on
-    every mesh. plan may also be what `sbpc.load_programs` returns. The model is left unchanged.
+    args are whole, on one device; so is what comes back. Where the plan has a `loss`, they are `(*args, *targets)`.
+    tangents: the gradients of the outputs, ones if not given; a loop takes none. seed: of all random numbers; one
+    seed gives the same numbers on every mesh. plan may also be what `sbpc.load_programs` returns. The model is left
+    unchanged.
 
     >>> import sbpc, torch
     >>> model, x = torch.nn.Linear(4, 2), torch.ones(6, 4)
@@ -82,7 +85,9 @@ def simulate(
     return told(plan, model, results, sent, run.peak_memory)
 
 
-def told(plan: bind.AnyPlan, model: nn.Module, results: Mapping[Port, Any], sent: dict[str, float], peak: int) -> Simulation:
+def told(
+    plan: bind.AnyPlan, model: nn.Module, results: Mapping[Port, Any], sent: dict[str, float], peak: int
+) -> Simulation:
     """Returns what a step gave as a user sees it. results: by port, whole."""
     there = [(port, value) for port, value in results.items() if value is not None]
     return Simulation(
@@ -122,13 +127,15 @@ def whole_inputs(
             given[port] = next(free)
     if any(tensor.is_meta for port, tensor in given.items() if port.kind == PARAMETER):
         raise PlanError(
-            "the model is on the meta device: there is nothing to simulate with\n  Give it weights: model.to_empty(device='cpu')."
+            "the model is on the meta device: there is nothing to simulate with\n  Give it weights: "
+            "model.to_empty(device='cpu')."
         )
     return given
 
 
 def own(shard: Tensor) -> Tensor:
-    """Returns the shard in memory of its own, as a rank holds it: a view would keep the whole tensor alive, and be strided."""
+    """Returns the shard in memory of its own, as a rank holds it: a view would keep the whole tensor alive, and be
+    strided."""
     whole = shard.untyped_storage().nbytes() > shard.nbytes
     return shard.clone(memory_format=torch.contiguous_format) if whole else shard
 
@@ -162,7 +169,8 @@ class LoopSimulation:
         return StageRun(chunk, programs, fixed, [torch.tensor([each]) for each in self.inner.coordinates(rank)])
 
     def step(self) -> tuple[dict[Port, Any], dict[str, float], int]:
-        """Runs the step. Returns its results and gradients, whole; the bytes sent by axis; and the peak of live bytes of a rank."""
+        """Runs the step. Returns its results and gradients, whole; the bytes sent by axis; and the peak of live
+        bytes of a rank."""
         self.once(BEFORE)
         for _, action in in_turn(self.plan.actions, self.plan.needs):
             self.act(action)
@@ -209,7 +217,8 @@ class LoopSimulation:
             run.batches.setdefault(batch, {})[run.programs.own[port]] = shard
 
     def run(self, which: Parts, at: int, batch: int) -> None:
-        """Runs the program of parts of a chunk on all ranks in lockstep, and hands out what it sends and what the body leaves."""
+        """Runs the program of parts of a chunk on all ranks in lockstep, and hands out what it sends and what the
+        body leaves."""
         runs = self.runs[at]
         given = [run.given(which, batch) for run in runs]
         programs = self.plan.programs[at]

@@ -38,10 +38,13 @@ class LoopRunner(Runner):
         self.mail: Callable[[torch.device], Mail] = Mail  # makes the messages of a step
         self.place = plan.ranks_of(self.stage).index(dist.get_rank())
         self.mine = plan.chunks_on(self.stage)
-        self.peers = [plan.ranks_of(stage)[self.place] for stage in range(plan.stages)]  # by stage, whom this rank talks to
-        self.places = {action: place for mine in plan.actions for place, action in enumerate(mine)}  # in its stage's order
+        # by stage, whom this rank talks to
+        self.peers = [plan.ranks_of(stage)[self.place] for stage in range(plan.stages)]
+        # in its stage's order
+        self.places = {action: place for mine in plan.actions for place, action in enumerate(mine)}
         self.numbers = {name: at for at, name in enumerate(plan.sources)}
-        counted = {name: plan.owners[chunks[0]] for name, chunks in plan.shared.items()}  # by the stage that has the first chunk
+        # by the stage that has the first chunk
+        counted = {name: plan.owners[chunks[0]] for name, chunks in plan.shared.items()}
         self.elsewhere = frozenset(name for name, stage in counted.items() if stage != self.stage)
         super().__init__(plan, executor, where)
 
@@ -76,7 +79,9 @@ class LoopRunner(Runner):
         given = dict(zip(self.takes, values))
         results, gradients = Step(self, given, sums).run()
         asked = [
-            gradients.get(port.name) if is_parameter else results[Port(INPUT_GRADIENT, port.name)].to(given[port].device)
+            gradients.get(port.name)
+            if is_parameter
+            else results[Port(INPUT_GRADIENT, port.name)].to(given[port].device)
             for port, is_parameter in self.gradients.items()
         ]
         return [results[port] for port in self.results], asked
@@ -88,7 +93,8 @@ class Step:
     def __init__(self, runner: LoopRunner, given: dict[Port, Tensor], sums: Sums) -> None:
         self.runner, self.plan, self.loop, self.sums = runner, runner.plan, runner.loop, sums
         self.leaves = [given[port] for port in runner.inputs]
-        self.held = sums.taken_by(runner) or {}  # by chunk, what steps within `no_sync` have added up of gradients, by name
+        # by chunk, what steps within `no_sync` have added up of gradients, by name
+        self.held = sums.taken_by(runner) or {}
         self.mail = runner.mail(runner.where)
         buffers = {port.name: value for port, value in given.items() if port.kind == BUFFER}
         self.before = before_loop(self.loop, self.leaves, buffers, runner.where)
@@ -127,13 +133,17 @@ class Step:
     def gradients(self) -> dict[str, Tensor]:
         """Brings the sums of gradients home, and returns them by name of the parameter."""
         mine = set(self.runner.mine)
-        gradients: dict[str, dict[int, Tensor]] = {name: {} for name, chunks in self.plan.shared.items() if mine & set(chunks)}
+        gradients: dict[str, dict[int, Tensor]] = {
+            name: {} for name, chunks in self.plan.shared.items() if mine & set(chunks)
+        }
         for at in self.runner.mine:
             if (AFTER, at) in self.plan.apart:
                 self.part(at, (AFTER,), 0)
             for port, value in self.runs[at].gradients().items():
                 gradients.setdefault(port.name, {})[at] = value
-        return {name: self.added(name, terms) for name, terms in gradients.items() if self.plan.summands.get(name, terms)}
+        return {
+            name: self.added(name, terms) for name, terms in gradients.items() if self.plan.summands.get(name, terms)
+        }
 
     def expect(self, action: Action) -> None:
         """Begins to receive what an action reads of other stages."""
@@ -160,11 +170,14 @@ class Step:
                 self.arrived(*self.plan.sources[chunk.receives[port]], batch)
             else:
                 whole = micro_batch(self.loop, chunk.arguments[port], batch, self.leaves, self.before)
-                value = chunk.given[port].shard(whole.to(self.runner.where), self.plan.inner.sizes, self.runner.coordinates)
+                value = chunk.given[port].shard(
+                    whole.to(self.runner.where), self.plan.inner.sizes, self.runner.coordinates
+                )
             run.batches.setdefault(batch, {})[run.programs.own[port]] = value
 
     def arrived(self, source: int, port: Port, batch: int) -> None:
-        """Lets go what another stage has received: by the time at which its chunk `source` sent this, it had done what came before."""
+        """Lets go what another stage has received: by the time at which its chunk `source` sent this, it had done
+        what came before."""
         stage = self.plan.owners[source]
         if stage != self.runner.stage:
             action = self.plan.acting(port in self.plan.chunks[source].sends_late, source, batch)
@@ -193,8 +206,12 @@ class Step:
             if stage == self.runner.stage:
                 self.mail.keep(key, value, times)
             else:
-                reading = [self.plan.acting(self.comes_late(to, name), to, batch) for to in readers if owners[to] == stage]
-                self.mail.send(key, self.runner.peers[stage], value, min(self.runner.places[action] for action in reading))
+                reading = [
+                    self.plan.acting(self.comes_late(to, name), to, batch) for to in readers if owners[to] == stage
+                ]
+                self.mail.send(
+                    key, self.runner.peers[stage], value, min(self.runner.places[action] for action in reading)
+                )
 
     def comes_late(self, at: int, name: str) -> bool:
         """Returns whether a chunk reads a value in its backward."""
@@ -217,7 +234,9 @@ class Step:
                 for stage in sorted(others):
                     self.mail.send(keys[name, at], self.runner.peers[stage], known[at].contiguous())
             else:
-                self.mail.expect(keys[name, at], self.runner.peers[self.plan.owners[at]], shape, chunk.shapes[port].dtype)
+                self.mail.expect(
+                    keys[name, at], self.runner.peers[self.plan.owners[at]], shape, chunk.shapes[port].dtype
+                )
         values = [known[at] if at in known else self.mail.receive(keys[name, at]) for at in chunks]
         return functools.reduce(torch.add, values)
 
@@ -232,7 +251,8 @@ class Step:
         return len(self.plan.sources) * self.loop.count + len(self.pairs)
 
     def results(self) -> dict[Port, Any]:
-        """Returns the results of the step on every rank: the stage that has an output of the body sends it to the others."""
+        """Returns the results of the step on every rank: the stage that has an output of the body sends it to the
+        others."""
         joined = []
         for number, (owner, like) in enumerate(self.ends()):
             value = self.joined.results([number])[0] if owner == self.runner.stage else like.to(self.runner.where)

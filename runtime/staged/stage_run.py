@@ -1,4 +1,5 @@
-"""What a chunk holds while micro-batches run, whoever moves the values: the run on real ranks and the simulation share this."""
+"""What a chunk holds while micro-batches run, whoever moves the values: the run on real ranks and the simulation
+share this."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 
 Values = dict[str, Any]
-LATER = {BEFORE: (), FORWARD: (INPUTS, WEIGHTS), INPUTS: (WEIGHTS,), WEIGHTS: (), AFTER: ()}  # by the last part of a program what reads it
+# by the last part of a program what reads it
+LATER = {BEFORE: (), FORWARD: (INPUTS, WEIGHTS), INPUTS: (WEIGHTS,), WEIGHTS: (), AFTER: ()}
 
 
 class StageRun:
     """One chunk on one rank during a step.
 
-    fixed: values that are the same for all micro-batches. positions: the rank's place on each axis. batches: the values of each
-    micro-batch in flight. added: the gradients so far. homes: gradients in their home.
+    fixed: values that are the same for all micro-batches. positions: the rank's place on each axis. batches: the
+    values of each micro-batch in flight. added: the gradients so far. homes: gradients in their home.
     """
 
     def __init__(self, chunk: Chunk, programs: ChunkPrograms, fixed: Values, positions: Sequence[Tensor]) -> None:
@@ -44,7 +46,8 @@ class StageRun:
         return [*found, *(self.added[name] for name in program.sums), *self.positions]
 
     def take(self, which: Parts, batch: int, results: Sequence[Any]) -> Values:
-        """Keeps what the program of some parts gave, as long as others read it, and gradients as sums. Returns it by name."""
+        """Keeps what the program of some parts gave, as long as others read it, and gradients as sums. Returns it by
+        name."""
         program = self.programs.program(which, self.adds(which))
         named = dict(zip(program.gives, results))
         home = set(self.programs.home.values()) - set(self.programs.accumulated.values())
@@ -53,7 +56,9 @@ class StageRun:
         values = self.batches.pop(batch, {}) | named
         read = frozenset().union(*(self.programs.later[part] for part in LATER[which[-1]]))
         if read:
-            self.batches[batch] = {name: value for name, value in values.items() if name in read and name not in self.fixed}
+            self.batches[batch] = {
+                name: value for name, value in values.items() if name in read and name not in self.fixed
+            }
         if not program.added and (fresh := self.programs.makes(which) & named.keys()):
             self.add({name: named[name] for name in fresh})
         return named
@@ -90,9 +95,16 @@ def micro_batch(loop: Loop, name: str, batch: int, leaves: Sequence[Tensor], bef
     return leaf if source.dim is None else leaf.chunk(loop.count, source.dim)[batch]
 
 
-def before_loop(loop: Loop, leaves: Sequence[Tensor], buffers: Mapping[str, Tensor], where: torch.device) -> list[Tensor]:
-    """Returns what every micro-batch reads of the whole batch. Of the arguments those come to a device that are read here."""
-    given = [leaves[int(p.name)] if p.kind == INPUT else buffers[p.name] for p in loop.ports.inputs if p.kind in (INPUT, BUFFER)]
+def before_loop(
+    loop: Loop, leaves: Sequence[Tensor], buffers: Mapping[str, Tensor], where: torch.device
+) -> list[Tensor]:
+    """Returns what every micro-batch reads of the whole batch. Of the arguments those come to a device that are read
+    here."""
+    given = [
+        leaves[int(p.name)] if p.kind == INPUT else buffers[p.name]
+        for p in loop.ports.inputs
+        if p.kind in (INPUT, BUFFER)
+    ]
     read = [bool(node.users) for node in loop.before.graph.find_nodes(op="placeholder")]
     with torch.no_grad():
         return list(loop.before(*(value.to(where) if reads else value for value, reads in zip(given, read))))
@@ -114,8 +126,11 @@ class Joined:
         return [self.joined(self.loop.joins[number], self.values[number]) for number in numbers]
 
     def joined(self, how: Any, values: Mapping[int, Tensor]) -> Tensor:
-        """Returns the values of all micro-batches as one. What is the same for all may have been made once, before them."""
-        return next(iter(values.values())) if how == "same" else join(how, [values[at] for at in range(self.loop.count)])
+        """Returns the values of all micro-batches as one. What is the same for all may have been made once, before
+        them."""
+        return (
+            next(iter(values.values())) if how == "same" else join(how, [values[at] for at in range(self.loop.count)])
+        )
 
     def after(self, joined: Sequence[Tensor]) -> dict[Port, Any]:
         """Returns the results of the step from all joined outputs, in order."""

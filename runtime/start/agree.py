@@ -21,7 +21,8 @@ from sbpc.runtime.start import process_groups
 def agree(plan: Plan | Programs) -> None:
     """Compares by digest what the ranks are about to run. Every rank must call this at the same point.
 
-    Raises PlanError that says which ranks differ in what, MeshError if the nodes do not hold the ranks as the mesh needs it.
+    Raises PlanError that says which ranks differ in what, MeshError if the nodes do not hold the ranks as the mesh
+    needs it.
     """
     everywhere = process_groups.from_all_ranks({"node": process_groups.node(), **identity(plan)})
     compare(everywhere)
@@ -29,7 +30,8 @@ def agree(plan: Plan | Programs) -> None:
 
 
 def identity(plan: Plan | Programs) -> dict[str, str]:
-    """Returns what must be the same on all ranks: versions, mesh, and digests of what is run and of what its order depends on, by name."""
+    """Returns what must be the same on all ranks: versions, mesh, and digests of what is run and of what its order
+    depends on, by name."""
     same = {"torch": torch.__version__, "sbpc": installed(), "mesh": str(plan.mesh)}
     if isinstance(plan, Programs):
         return same | {"file": plan.digest}
@@ -76,7 +78,8 @@ def compare(everywhere: Sequence[dict[str, str]]) -> None:
 
 
 def check_nodes(mesh: Mesh, nodes: Sequence[str]) -> None:
-    """Raises MeshError unless every node holds neighbouring ranks, and every axis lies inside a node or crosses whole ones.
+    """Raises MeshError unless every node holds neighbouring ranks, and every axis lies inside a node or crosses
+    whole ones.
 
     nodes: by rank, the name of its node. Costs assume that the groups of inner axes have the fastest links.
     """
@@ -84,7 +87,8 @@ def check_nodes(mesh: Mesh, nodes: Sequence[str]) -> None:
     if len(firsts) != len(set(nodes)):
         again = next(rank for rank in firsts if nodes[rank] in nodes[: max(rank - 1, 0)])
         raise MeshError(
-            f"the ranks of node {nodes[again]} are not neighbours: {[r for r, n in enumerate(nodes) if n == nodes[again]]}\n"
+            f"the ranks of node {nodes[again]} are not neighbours: "
+            f"{[r for r, n in enumerate(nodes) if n == nodes[again]]}\n"
             "  Start ranks 0 to k-1 on the first node, the next k on the second, as torchrun does."
         )
     sizes = [end - start for start, end in zip(firsts, [*firsts[1:], len(nodes)])]

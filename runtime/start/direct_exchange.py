@@ -1,8 +1,9 @@
-"""Reduce-scatter and all-to-all on gloo by direct exchange: every rank sends each block straight to the rank that owns it.
+"""Reduce-scatter and all-to-all on gloo by direct exchange: every rank sends each block straight to the rank that
+owns it.
 
-gloo's own reduce-scatter is an all-reduce of which a rank keeps its part, so that it sends twice the bytes of the textbook.
-In its all-to-all, a rank asks for blocks after it has begun to send. On a slow link the request waits behind the data, and the
-two ranks of a pair send one after the other. Here a rank asks for all blocks first.
+gloo's own reduce-scatter is an all-reduce of which a rank keeps its part, so that it sends twice the bytes of the
+textbook. In its all-to-all, a rank asks for blocks after it has begun to send. On a slow link the request waits
+behind the data, and the two ranks of a pair send one after the other. Here a rank asks for all blocks first.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ COMBINE = (
 
 
 class DirectGroup(dist.ProcessGroup):
-    """A gloo group that does reduce-scatters by direct exchange, and all-to-alls where that is faster; all else gloo does.
+    """A gloo group that does reduce-scatters by direct exchange, and all-to-alls where that is faster; all else gloo
+    does.
 
     messages: a group of the same ranks that does nothing else. across: whether they are on several nodes. Which
     way a collective goes depends on that and on the sizes of the blocks, which are the same on all ranks of the group.
@@ -54,12 +56,15 @@ class DirectGroup(dist.ProcessGroup):
     def alltoall_base(  # type: ignore[override]  # torch passes the arguments by place
         self, output: Tensor, x: Tensor, received: list[int], sent: list[int], options: Any
     ) -> dist.Work:
-        """Starts an all-to-all of pieces of these sizes. Where one differs from the others, ranks may know other sizes."""
+        """Starts an all-to-all of pieces of these sizes. Where one differs from the others, ranks may know other
+        sizes."""
         large = x.nbytes >= LARGE * self.size() and len({*received, *sent}) == 1
         if not (self.across and large and x.device.type == "cpu"):
             return self.noted(self.gloo.alltoall_base(output, x, received, sent, options))
         blocks, own = (whole.chunk(self.size()) for whole in (output, x.contiguous()))
-        return self.noted(DirectWork([(self.exchange(blocks, own), lambda: blocks[self.rank()].copy_(own[self.rank()]))]))
+        return self.noted(
+            DirectWork([(self.exchange(blocks, own), lambda: blocks[self.rank()].copy_(own[self.rank()]))])
+        )
 
     def noted(self, work: dist.Work) -> dist.Work:
         """Adds a work to `started`, where that is asked for."""
@@ -68,7 +73,8 @@ class DirectGroup(dist.ProcessGroup):
         return work
 
     def reduce_scatter_of(self, out: Tensor, x: Tensor, combine: Callable[..., Tensor]) -> Exchange:
-        """Starts to bring into `out` the blocks of all ranks, put together in the order of the ranks: the same in every run."""
+        """Starts to bring into `out` the blocks of all ranks, put together in the order of the ranks: the same in
+        every run."""
         me, own = self.rank(), x.contiguous().chunk(self.size())
         blocks = [out, *(torch.empty_like(out) for _ in own[1:])]
         messages = self.exchange(blocks, own)
@@ -83,17 +89,18 @@ class DirectGroup(dist.ProcessGroup):
         return messages, finish
 
     def exchange(self, into: Sequence[Tensor], out_of: Sequence[Tensor]) -> list[dist.Work]:
-        """Starts to receive a block from every other rank, then to send one to each; no two ranks begin with the same one.
+        """Starts to receive a block from every other rank, then to send one to each; no two ranks begin with the
+        same one.
 
-        A rank that is ready to receive is sent the data at once. Were the order the other way round, its request would wait behind
-        the data that it sends itself.
+        A rank that is ready to receive is sent the data at once. Were the order the other way round, its request
+        would wait behind the data that it sends itself.
         """
         tag, others = next(self.tags), [(self.rank() + step) % self.size() for step in range(1, self.size())]
         receives = [self.messages.recv([into[rank]], rank, tag) for rank in reversed(others)]
         return receives + [self.messages.send([out_of[rank]], rank, tag) for rank in others]
 
-    # The rest is gloo's. torch would hold Python's lock while it calls methods that are not here, and a thread of gloo that frees
-    # a tensor needs that lock while it holds the one that torch then waits for.
+    # The rest is gloo's. torch would hold Python's lock while it calls methods that are not here, and a thread of gloo
+    # that frees a tensor needs that lock while it holds the one that torch then waits for.
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> dist.Work:  # type: ignore[override]
         """Starts an all-reduce."""
@@ -113,8 +120,8 @@ class DirectGroup(dist.ProcessGroup):
 class DirectWork(dist.Work):
     """What `wait_tensor` waits for: messages on their way, and what is done with them once all are there.
 
-    gloo's threads move the data meanwhile. Sums are made at the end, on the thread that waits. received: of a thread that runs
-    `receive`, where one does.
+    gloo's threads move the data meanwhile. Sums are made at the end, on the thread that waits. received: of a thread
+    that runs `receive`, where one does.
     """
 
     received: Future[float] | None = None
@@ -124,7 +131,8 @@ class DirectWork(dist.Work):
         self.exchanges = exchanges
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits for every message as long as the group allows. Raises RuntimeError after that, and if a rank is gone."""
+        """Waits for every message as long as the group allows. Raises RuntimeError after that, and if a rank is
+        gone."""
         if self.received is None:
             self.receive()
         else:

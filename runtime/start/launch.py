@@ -40,7 +40,8 @@ class RankError(SbpcError):
 
 
 def launch(arguments: Sequence[str], ranks: int) -> None:
-    """Runs `python *arguments` once per rank, with the variables that torchrun sets, and returns when all have ended well.
+    """Runs `python *arguments` once per rank, with the variables that torchrun sets, and returns when all have ended
+    well.
 
     Rank 0 writes to the streams of this process. What the others write is shown only if they fail. No rank is left
     behind when a rank fails, or when this process is interrupted or killed.
@@ -69,11 +70,17 @@ def start(arguments: Sequence[str], rank: int, ranks: int, folder: Path, port: i
     """Starts one rank in a session of its own, so that it and all its children can be ended together."""
     command = [sys.executable, *arguments]
     log.info("rank %d: %s", rank, " ".join(command))
-    with (folder / f"{rank}.log").open("wb") if rank else contextlib.nullcontext() as out:  # rank 0 writes to our streams
+    # rank 0 writes to our streams
+    with (folder / f"{rank}.log").open("wb") if rank else contextlib.nullcontext() as out:
         return subprocess.Popen(
-            command, env=variables(rank, ranks, folder, port, alive), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-            pass_fds=(alive,), start_new_session=True,
-        )  # fmt: skip
+            command,
+            env=variables(rank, ranks, folder, port, alive),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            pass_fds=(alive,),
+            start_new_session=True,
+        )
 
 
 def variables(rank: int, ranks: int, folder: Path, port: int, alive: int) -> dict[str, str]:
@@ -201,7 +208,9 @@ def as_rank() -> Iterator[None]:
 
 LOST = {
     "Timed out waiting": f"{WAITED}\n  See what the others do and say, or allow more.",
-    **dict.fromkeys(["Connection closed by peer", "Connection reset by peer"], "lost another rank\n  See what the others say."),
+    **dict.fromkeys(
+        ["Connection closed by peer", "Connection reset by peer"], "lost another rank\n  See what the others say."
+    ),
 }
 """A text of gloo's errors when other ranks do not answer -> what it means, and what to do."""
 

@@ -1,4 +1,5 @@
-"""Say which ranks do not answer when a collective fails: every rank shows in the store that it lives, and what it is doing."""
+"""Say which ranks do not answer when a collective fails: every rank shows in the store that it lives, and what it is
+doing."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from sbpc._compat import default_store
 from sbpc.errors import LostRankError
 
-BEAT, LOOK, LIMIT = 0.5, 2.5, 8.0  # seconds between two signs of life, to look for those of others, and for the store to answer
+# seconds between two signs of life, to look for those of others, and for the store to answer
+BEAT, LOOK, LIMIT = 0.5, 2.5, 8.0
 SHOWN = 8  # ranks at most that a message names
 WAITED = "waited for another rank as long as --timeout, or sbpc.start(timeout=), allows"
 AGAIN = "  See what it says, and start all ranks again from the last checkpoint: the others cannot go on alone."
@@ -29,7 +31,8 @@ LOST = "sbpc/lost"  # the key under which a rank writes those that it has found 
 class Life:
     """The signs of life of all ranks, and this rank's.
 
-    doing: what this rank does, as others will read it. lost: what the ranks did that do not answer any more, once one has found out.
+    doing: what this rank does, as others will read it. lost: what the ranks did that do not answer any more, once
+    one has found out.
     """
 
     def __init__(self) -> None:
@@ -63,7 +66,9 @@ class Life:
     def seen(self) -> list[str]:
         """Returns the last sign of every rank, empty of one that has not given any."""
         there = [key for key in self.keys if self.store.check([key])] if self.ranks <= SHOWN else self.keys
-        values = self.store.multi_get(there) if self.store.has_extended_api() else [self.store.get(key) for key in there]
+        values = (
+            self.store.multi_get(there) if self.store.has_extended_api() else [self.store.get(key) for key in there]
+        )
         found = dict(zip(there, values))
         return [found.get(key, b"").decode() for key in self.keys]
 
@@ -80,7 +85,9 @@ class Life:
             silent = {rank for rank in silent if now[rank] == first[rank]}
         doing = {rank: text.partition(" ")[2] or "its start" for rank, text in enumerate(now)}
         if silent and not self.lost:
-            self.lost = read(self.store.compare_set(LOST, "", json.dumps({rank: doing[rank] for rank in sorted(silent)})))
+            self.lost = read(
+                self.store.compare_set(LOST, "", json.dumps({rank: doing[rank] for rank in sorted(silent)}))
+            )
             if self.rank == 0 and self.kept_by_rank:
                 time.sleep(2 * BEAT)  # until the others have read it: they could not, were this rank to end now
         return doing | {self.rank: self.doing}
@@ -95,7 +102,8 @@ lives: list[Life] = []  # of this process: one while it has process groups
 
 
 def begin() -> None:
-    """Begins to give signs of life, if that has not begun. A store of the user's own may take none: then errors stay torch's."""
+    """Begins to give signs of life, if that has not begun. A store of the user's own may take none: then errors stay
+    torch's."""
     if not lives:
         with contextlib.suppress(RuntimeError):
             lives.append(Life())
@@ -110,7 +118,8 @@ def end() -> None:
 
 @contextlib.contextmanager
 def watched(doing: str | None = None) -> Iterator[None]:
-    """Raises LostRankError in the place of an error of a collective. doing: what this rank does meanwhile, if it is to be told."""
+    """Raises LostRankError in the place of an error of a collective. doing: what this rank does meanwhile, if it is
+    to be told."""
     life = lives[0] if lives else None
     if life is not None and doing is not None:
         life.doing = doing
@@ -126,7 +135,8 @@ def watched(doing: str | None = None) -> Iterator[None]:
 
 
 def explained(life: Life, error: RuntimeError) -> LostRankError:
-    """Returns the error that says which ranks do not answer, in a few seconds even if the store does not answer either."""
+    """Returns the error that says which ranks do not answer, in a few seconds even if the store does not answer
+    either."""
     found: list[dict[int, str]] = []
 
     def look() -> None:
@@ -139,12 +149,17 @@ def explained(life: Life, error: RuntimeError) -> LostRankError:
     cause = re.sub(r"^\[[^]]*\] ", "", str(error).partition("\n")[0].partition(". ")[0])
     here = f"  rank {life.rank} was in {life.doing}: {cause}"
     if life.lost:
-        last = [f"rank {rank} does not answer any more; its last sign of life came from {text}" for rank, text in life.lost.items()]
+        last = [
+            f"rank {rank} does not answer any more; its last sign of life came from {text}"
+            for rank, text in life.lost.items()
+        ]
         return LostRankError("\n".join([*last[:SHOWN], here, AGAIN]), list(life.lost))
     if not found:
         keeper = [0] if life.kept_by_rank and life.rank else []
         who = "rank 0, which keeps the store of the job, does" if keeper else "the store of the job and other ranks do"
         return LostRankError(f"{who} not answer\n{here}\n{AGAIN}", keeper)
-    others = [f"  rank {rank} is in {text}" for rank, text in found[0].items() if text != life.doing] or ["  the others are in the same"]
+    others = [f"  rank {rank} is in {text}" for rank, text in found[0].items() if text != life.doing] or [
+        "  the others are in the same"
+    ]
     what = WAITED if "Timed out waiting" in str(error) else "another rank has broken off a collective"
     return LostRankError("\n".join([f"{what}; all ranks are alive", here, *others[:SHOWN], TOGETHER]), [])

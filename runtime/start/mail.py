@@ -14,18 +14,21 @@ from torch import Tensor
 class Mail:
     """The messages of one step. A message has a number, the same on both ends, and no two have the same.
 
-    None is held longer than it must: one that came until it has been read so often as was said, one that was sent until it is known
-    to be there. gloo does not tell the sender that, but what the receiver does next does, see `arrived`.
+    None is held longer than it must: one that came until it has been read so often as was said, one that was sent
+    until it is known to be there. gloo does not tell the sender that, but what the receiver does next does, see
+    `arrived`.
     """
 
     def __init__(self, where: torch.device) -> None:
         self.where = where
         self.coming: dict[int, Any] = {}
         self.kept: dict[int, tuple[Tensor, int]] = {}
-        self.sent: list[tuple[int, float, Any, Tensor]] = []  # whom to, which of its actions reads it, the work, the message
+        # whom to, which of its actions reads it, the work, the message
+        self.sent: list[tuple[int, float, Any, Tensor]] = []
 
     def expect(self, number: int, source: int, shape: Sequence[int], dtype: torch.dtype, times: int = 1) -> None:
-        """Begins to receive a message, unless that has begun: it comes while this rank computes. times: how often it is read."""
+        """Begins to receive a message, unless that has begun: it comes while this rank computes. times: how often it
+        is read."""
         if number not in self.coming and number not in self.kept:
             value = torch.empty(tuple(shape), dtype=dtype, device=self.where)
             self.coming[number] = value, dist.irecv(value, source, tag=number), times
@@ -50,7 +53,8 @@ class Mail:
         self.sent.append((target, place, dist.isend(value, target, tag=number), value))
 
     def arrived(self, target: int, place: float) -> None:
-        """Lets go what was sent to a rank for its actions up to a place: it has done that one, so it has received all that."""
+        """Lets go what was sent to a rank for its actions up to a place: it has done that one, so it has received
+        all that."""
         sent, self.sent = self.sent, []
         for each in sent:
             if each[0] == target and each[1] <= place:

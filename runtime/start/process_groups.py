@@ -43,12 +43,13 @@ def limit() -> timedelta:
 
 
 def start(device: str | None = None, timeout: float | None = None) -> torch.device:
-    """Joins the ranks of this start, if that has not been done, and returns the device of this rank. Call it before all else.
+    """Joins the ranks of this start, if that has not been done, and returns the device of this rank. Call it before
+    all else.
 
-    It joins the process group that the launcher set up. timeout: seconds after which a rank that waits for another one ends with
-    an error that says which ranks do not answer, as far as it is known; 60 unless told otherwise. After `torchrun --max-restarts`
-    has started killed ranks again, it joins those of the new start. device: "cuda" or "cpu"; by default what there is. Raises
-    MeshError outside a launcher.
+    It joins the process group that the launcher set up. timeout: seconds after which a rank that waits for another
+    one ends with an error that says which ranks do not answer, as far as it is known; 60 unless told otherwise.
+    After `torchrun --max-restarts` has started killed ranks again, it joins those of the new start. device: "cuda"
+    or "cpu"; by default what there is. Raises MeshError outside a launcher.
     """
     check_kinds(MeshError, timeout=(timeout, "a number of seconds", "None"), device=(device, "a text", "None"))
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -70,7 +71,8 @@ def start(device: str | None = None, timeout: float | None = None) -> torch.devi
 
 
 def device_of(kind: str) -> torch.device:
-    """Returns the device of this rank: the GPU with the rank's number on its machine, or the CPU. Raises MeshError without that GPU."""
+    """Returns the device of this rank: the GPU with the rank's number on its machine, or the CPU. Raises MeshError
+    without that GPU."""
     if kind == "cpu":
         return torch.device(kind)
     if kind != "cuda":
@@ -83,7 +85,8 @@ def device_of(kind: str) -> torch.device:
 
 
 def keep_memory() -> None:
-    """Lets glibc keep what this process frees, up to 1 GB: a step asks for the same again, and Linux would clear every page anew."""
+    """Lets glibc keep what this process frees, up to 1 GB: a step asks for the same again, and Linux would clear
+    every page anew."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for name, size in ((M_MMAP_THRESHOLD, 1 << 25), (M_TRIM_THRESHOLD, 1 << 30)):
@@ -106,7 +109,9 @@ def bind(mesh: Mesh) -> None:
     """
     for axes in mesh.runs():
         parts = parts_of.get(mesh, [range(mesh.ranks)])
-        bind_groups(mesh.group_name(axes), [[part[at] for at in group] for part in parts for group in mesh.groups(axes)])
+        bind_groups(
+            mesh.group_name(axes), [[part[at] for at in group] for part in parts for group in mesh.groups(axes)]
+        )
 
 
 def bind_groups(name: str, groups: Sequence[Sequence[int]]) -> None:
@@ -139,12 +144,14 @@ def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) ->
 
 @functools.lru_cache(maxsize=1)
 def everyone() -> Any:
-    """Returns a gloo group of all ranks, for what they tell each other beside the programs. Every rank must call this at the same point."""
+    """Returns a gloo group of all ranks, for what they tell each other beside the programs. Every rank must call
+    this at the same point."""
     return new_group(backend="gloo")
 
 
 def from_all_ranks(value: Any, group: Any = None) -> list[Any]:
-    """Returns the values of all ranks, by rank, by way of a group of all. Every rank must call this at the same point."""
+    """Returns the values of all ranks, by rank, by way of a group of all. Every rank must call this at the same
+    point."""
     values: list[Any] = [None] * dist.get_world_size()
     with lost_ranks.watched():
         dist.all_gather_object(values, value, group)
@@ -166,13 +173,17 @@ def stop() -> None:
 
 
 def bind_within(mesh: Mesh, parts: Sequence[Sequence[int]], kind: str) -> None:
-    """Makes the process groups of a mesh that stands for several equal parts of all ranks, such as the stages of a pipeline.
+    """Makes the process groups of a mesh that stands for several equal parts of all ranks, such as the stages of a
+    pipeline.
 
-    parts: the ranks of each part, in the order of the mesh. kind: of device. Raises MeshError if the mesh stands for other parts here.
-    Every rank must call this at the same point.
+    parts: the ranks of each part, in the order of the mesh. kind: of device. Raises MeshError if the mesh stands for
+    other parts here. Every rank must call this at the same point.
     """
     if parts_of.setdefault(mesh, parts) != parts:
-        raise MeshError(f"{mesh} stands for the ranks {parts_of[mesh]} in this process, and for {parts}\n  Run one such plan at a time.")
+        raise MeshError(
+            f"{mesh} stands for the ranks {parts_of[mesh]} in this process, and for {parts}\n  Run one such plan at a "
+            "time."
+        )
     device_mesh(mesh, kind)
 
 
@@ -193,18 +204,22 @@ def place(mesh: Mesh) -> tuple[int, ...]:
 
 
 def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
-    """Returns the torch DeviceMesh of a mesh over the groups that its programs use; the first call for a mesh is a collective."""
+    """Returns the torch DeviceMesh of a mesh over the groups that its programs use; the first call for a mesh is a
+    collective."""
     if (mesh, kind) not in meshes:
         bind(mesh)
         groups = [bound[mesh.group_name((axis,))] for axis in range(len(mesh.axes))]
         ranks = torch.tensor(ranks_beside(mesh)).view(mesh.sizes)
-        meshes[mesh, kind] = DeviceMesh.from_group(groups if len(groups) > 1 else groups[0], kind, ranks, mesh_dim_names=mesh.axes)
+        meshes[mesh, kind] = DeviceMesh.from_group(
+            groups if len(groups) > 1 else groups[0], kind, ranks, mesh_dim_names=mesh.axes
+        )
     return meshes[mesh, kind]
 
 
-# --- how the ranks of one attempt meet in a store that may still hold the keys of earlier attempts ----------------------------------
-# torchrun keeps one store over all restarts and does not clear it, so a restarted rank can read the address of a dead one.
-# Therefore each rank greets under a fresh name, rank 0 answers to that name, and all go on under a prefix that rank 0 made.
+# --- how the ranks of one attempt meet in a store that may still hold the keys of earlier attempts
+# ---------------------------------- torchrun keeps one store over all restarts and does not clear it, so a restarted
+# rank can read the address of a dead one. Therefore each rank greets under a fresh name, rank 0 answers to that name,
+# and all go on under a prefix that rank 0 made.
 def store_of_attempt(seconds: float) -> Store | None:
     """Returns the part of torchrun's store for this attempt, or None if torchrun keeps no store.
 
@@ -246,5 +261,7 @@ def welcome(store: Store, name: str, ranks: int, seconds: float) -> None:
                     answered[other] = greeting
         if time.monotonic() > limit:
             late = [other for other in others if not store.check([f"sbpc/{name}/here/{other}"])]
-            raise MeshError(f"ranks {late[:8]} did not come within {seconds:g} s\n  See what they say, or raise --timeout.")
+            raise MeshError(
+                f"ranks {late[:8]} did not come within {seconds:g} s\n  See what they say, or raise --timeout."
+            )
         time.sleep(PAUSE)

@@ -1,8 +1,10 @@
-"""Compare what the ranks are about to run: the same call, on the same whole arguments. Programs would mix different ones in silence.
+"""Compare what the ranks are about to run: the same call, on the same whole arguments. Programs would mix different
+ones in silence.
 
-A checksum reads 32 bits at a time as numbers c and adds up k * c modulo 2 ** 64 with a key k of 64 random bits for each place, block
-by block, then those of the sums likewise. Two different blocks have one sum with a chance below 2 ** -32, as their numbers differ by
-less than 2 ** 32 (multilinear hashing: Lemire and Kaser, "Strongly universal string hashing is fast", 2014).
+A checksum reads 32 bits at a time as numbers c and adds up k * c modulo 2 ** 64 with a key k of 64 random bits for
+each place, block by block, then those of the sums likewise. Two different blocks have one sum with a chance below 2
+** -32, as their numbers differ by less than 2 ** 32 (multilinear hashing: Lemire and Kaser, "Strongly universal
+string hashing is fast", 2014).
 """
 
 from __future__ import annotations
@@ -28,17 +30,21 @@ numbers = itertools.count()  # of what runs a plan in this process: all ranks ma
 
 
 class SameCalls:
-    """Compares the calls of what runs one plan on all ranks of its mesh: the first three, then every twentieth, and the one after a step
-    that failed on this rank: another may still be in that one, and would take this rank's next values for those of it.
+    """Compares the calls of what runs one plan on all ranks of its mesh: the first three, then every twentieth, and
+    the one after a step that failed on this rank: another may still be in that one, and would take this rank's next
+    values for those of it.
 
-    layouts: of the arguments. On an axis on which one is B, all ranks have to give the same. names: gives theirs. apart: whether a plan
-    of this kind can be made for each rank's own part of a batch. A comparison takes 0.5 to 2.5 % of one step of a
-    GPT of 4 layers of width 256 on 512 tokens and two busy CPU ranks, so about 0.1 % of all; on a GPU it waits for what was started before.
+    layouts: of the arguments. On an axis on which one is B, all ranks have to give the same. names: gives theirs.
+    apart: whether a plan of this kind can be made for each rank's own part of a batch. A comparison takes 0.5 to 2.5
+    % of one step of a GPT of 4 layers of width 256 on 512 tokens and two busy CPU ranks, so about 0.1 % of all; on a
+    GPU it waits for what was started before.
     """
 
     failed = False  # of whatever plan
 
-    def __init__(self, mesh: Mesh, layouts: Sequence[Layout], names: Callable[[], Sequence[str]], apart: bool = True) -> None:
+    def __init__(
+        self, mesh: Mesh, layouts: Sequence[Layout], names: Callable[[], Sequence[str]], apart: bool = True
+    ) -> None:
         self.mesh, self.layouts, self.names, self.apart = mesh, layouts, names, apart
         self.number, self.calls = next(numbers), 0
         self.group = process_groups.everyone() if mesh.ranks > 1 else None
@@ -47,16 +53,20 @@ class SameCalls:
     def call(
         self, how: str, random: dict[str, int], arguments: Sequence[Tensor], where: torch.device, exchanges: bool = True
     ) -> Iterator[None]:
-        """Counts the call that runs in the block. how: it runs. random: its place among random numbers. exchanges: whether ranks do
-        anything together in it; they need not all make a call in which they do not.
+        """Counts the call that runs in the block. how: it runs. random: its place among random numbers. exchanges:
+        whether ranks do anything together in it; they need not all make a call in which they do not.
 
-        Raises PlanError, the same on all ranks, if one makes another call, or gives another argument where all take the same;
-        LostRankError if a collective fails.
+        Raises PlanError, the same on all ranks, if one makes another call, or gives another argument where all take
+        the same; LostRankError if a collective fails.
         """
         self.calls += exchanges  # the others are no calls of all ranks
         name = f"call {self.calls} of plan {self.number}, {how}"
         with self.together(name) if exchanges else lost_ranks.watched(name):
-            if self.group is not None and exchanges and (self.calls <= FIRST or self.calls % EVERY == 0 or SameCalls.failed):
+            if (
+                self.group is not None
+                and exchanges
+                and (self.calls <= FIRST or self.calls % EVERY == 0 or SameCalls.failed)
+            ):
                 here = f"{name}, random numbers {random}", self.sums(arguments, where)
                 self.compare(process_groups.from_all_ranks(here, self.group))
                 SameCalls.failed = False
@@ -76,11 +86,14 @@ class SameCalls:
 
     @torch.no_grad()
     def sums(self, arguments: Sequence[Tensor], where: torch.device) -> list[int]:
-        """Returns the checksums of arguments; after the first calls 0 for what each rank may have computed on its GPU, where the last
-        bits of a sum differ from run to run.
+        """Returns the checksums of arguments; after the first calls 0 for what each rank may have computed on its
+        GPU, where the last bits of a sum differ from run to run.
         """
         rounded = [self.calls > FIRST and each.is_cuda and each.is_floating_point() for each in arguments]
-        sums = [torch.zeros(1, dtype=torch.int64) if left_out else checksum(each) for each, left_out in zip(arguments, rounded)]
+        sums = [
+            torch.zeros(1, dtype=torch.int64) if left_out else checksum(each)
+            for each, left_out in zip(arguments, rounded)
+        ]
         return torch.cat([each.to(where) for each in sums]).tolist() if sums else []
 
     def compare(self, everywhere: Sequence[tuple[str, list[int]]]) -> None:
@@ -89,8 +102,10 @@ class SameCalls:
         others = [rank for rank, call in enumerate(calls) if call != calls[0]]
         if others:
             raise PlanError(
-                f"the ranks do not make the same call: rank {others[0]} is in {calls[others[0]]}; rank 0 is in {calls[0]}\n"
-                "  Have every rank make the same calls of the same modules in the same order; none may skip a batch or have one more."
+                f"the ranks do not make the same call: rank {others[0]} is in {calls[others[0]]}; rank 0 is in "
+                f"{calls[0]}\n"
+                "  Have every rank make the same calls of the same modules in the same order; none may skip a batch "
+                "or have one more."
             )
         for at, layout in enumerate(self.layouts):
             firsts: dict[tuple[int, ...], int] = {}
@@ -108,20 +123,27 @@ class SameCalls:
         """Returns the error about an argument that two ranks give differently."""
         own = [f"S(0)@{self.mesh.axes[0]}" if other == at else None for other in range(len(self.layouts))]
         todo = (
-            "Give the same batch on all ranks: without a DistributedSampler, shuffled and augmented from one seed, and broadcast by one"
+            "Give the same batch on all ranks: without a DistributedSampler, shuffled and augmented from one seed, "
+            "and broadcast by one"
             " rank where each would compute it"
         )
         if self.apart:
-            todo += f"; or plan for the batch of all ranks together, of which each gives its own part: sbpc.plan(..., inputs={own})"
+            todo += (
+                "; or plan for the batch of all ranks together, of which each gives its own part: sbpc.plan(..., "
+                f"inputs={own})"
+            )
         name = self.names()[at]
         what = f"argument {name} is not the same on rank {rank} as on rank {first}"
         return PlanError(f"{what}, and the plan takes the same there: its layout is {self.layouts[at]}\n  {todo}.")
 
 
 def check_weights(named: Mapping[str, Tensor]) -> None:
-    """Raises PlanError, the same on all ranks, unless all hold the same. Every rank must call this at the same point."""
+    """Raises PlanError, the same on all ranks, unless all hold the same. Every rank must call this at the same
+    point."""
     with torch.no_grad():
-        everywhere = process_groups.from_all_ranks([int(checksum(each)) for each in named.values()], process_groups.everyone())
+        everywhere = process_groups.from_all_ranks(
+            [int(checksum(each)) for each in named.values()], process_groups.everyone()
+        )
     for rank, sums in enumerate(everywhere):
         for name, there, first in zip(named, sums, everywhere[0]):
             if there != first:
@@ -133,7 +155,8 @@ def check_weights(named: Mapping[str, Tensor]) -> None:
 
 def checksum(tensor: Tensor) -> Tensor:
     """Returns one int64 of the bits of a tensor's elements in their order, whatever its strides."""
-    sums = torch.cat([sums_of_blocks(part) for part in tensor.reshape(-1).split(PART)])  # in parts, as products take twice their memory
+    # in parts, as products take twice their memory
+    sums = torch.cat([sums_of_blocks(part) for part in tensor.reshape(-1).split(PART)])
     while len(sums) > 1:
         sums = sums_of_blocks(sums)
     return sums
@@ -142,7 +165,8 @@ def checksum(tensor: Tensor) -> Tensor:
 def sums_of_blocks(values: Tensor) -> Tensor:
     """Returns the sum of key times number of every block of a vector."""
     blocks = max(1, -(-values.nbytes // (4 * BLOCK)))
-    memory = torch.zeros(blocks * 4 * BLOCK, dtype=torch.uint8, device=values.device)  # whole blocks, zeros behind the values
+    # whole blocks, zeros behind the values
+    memory = torch.zeros(blocks * 4 * BLOCK, dtype=torch.uint8, device=values.device)
     memory[: values.nbytes].view(values.dtype).copy_(values)
     return (memory.view(torch.int32).view(-1, BLOCK) * keys(values.device)).sum(1)
 

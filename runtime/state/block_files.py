@@ -1,4 +1,5 @@
-"""Write, check and read the files of blocks of a checkpoint: a rank's is a line that names the save, then the bytes of its blocks.
+"""Write, check and read the files of blocks of a checkpoint: a rank's is a line that names the save, then the bytes
+of its blocks.
 
 `state.json` says which block lies where, with its CRC-32. That detects damage, not intent.
 """
@@ -25,7 +26,8 @@ CHUNK = 1 << 24  # bytes that are read at once to be checked
 
 
 class Piece(NamedTuple):
-    """Where a block of `shape`, which begins at the indices `start` of its tensor, lies: in the file of a rank, from a byte on."""
+    """Where a block of `shape`, which begins at the indices `start` of its tensor, lies: in the file of a rank, from
+    a byte on."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -50,7 +52,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def check_whole(tensors: Mapping[str, Any], held: Sequence[Mapping[str, Any]]) -> None:
-    """Raises CheckpointError unless the blocks of all ranks are whole tensors. tensors: dtype and shape by name. held: as in `writers`."""
+    """Raises CheckpointError unless the blocks of all ranks are whole tensors. tensors: dtype and shape by name.
+    held: as in `writers`."""
     found: dict[str, dict[Any, int]] = {name: {} for name in tensors}
     for name, (start, size) in (item for blocks in held for item in blocks.items()):
         found[name][start] = size
@@ -58,12 +61,14 @@ def check_whole(tensors: Mapping[str, Any], held: Sequence[Mapping[str, Any]]) -
         if sum(found[name].values()) != math.prod(shape) * getattr(torch, dtype).itemsize:
             raise CheckpointError(
                 f"the ranks have only a part of {name}, so nothing is saved\n"
-                "  Every rank does all steps and updates, with the same model and optimizer: start again from the last checkpoint."
+                "  Every rank does all steps and updates, with the same model and optimizer: start again from the "
+                "last checkpoint."
             )
 
 
 def writers(held: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns by rank the names of the blocks that it writes: of the ranks that hold a block, the one with least to write does.
+    """Returns by rank the names of the blocks that it writes: of the ranks that hold a block, the one with least to
+    write does.
 
     held: by rank, start and bytes of each block by name.
     """
@@ -81,10 +86,11 @@ def writers(held: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def write(folder: Path, save: str, rank: int, blocks: Mapping[str, TensorBlock]) -> tuple[dict[str, Piece], int]:
-    """Writes the file of this rank, reads it back once it is on the disk, and returns where each block lies, and how long it is.
+    """Writes the file of this rank, reads it back once it is on the disk, and returns where each block lies, and how
+    long it is.
 
-    CRC-32 takes some 0.4 s a GB, twice. What is read back comes from the memory of the system as a rule: that the disk keeps
-    what it has taken is what fsync promises.
+    CRC-32 takes some 0.4 s a GB, twice. What is read back comes from the memory of the system as a rule: that the
+    disk keeps what it has taken is what fsync promises.
     """
     path, pieces, offset = path_of(folder, save, rank), {}, len(header(save))
     with path.open("xb") as file:
@@ -109,7 +115,8 @@ def open_file(path: Path) -> BufferedReader:
 
 @contextmanager
 def opened(folder: Path, save: str, rank: int, size: int) -> Iterator[BufferedReader]:
-    """Opens the file of the blocks of a rank. Raises CheckpointError unless it is of this save and has this many bytes."""
+    """Opens the file of the blocks of a rank. Raises CheckpointError unless it is of this save and has this many
+    bytes."""
     path = path_of(folder, save, rank)
     try:
         with open_file(path) as file:
@@ -139,7 +146,8 @@ def check(folder: Path, save: str, rank: int, size: int, pieces: Iterable[Piece]
 
 
 def check_files(folder: Path, record: Mapping[str, Any], ranks: Iterable[int], through: bool = True) -> None:
-    """Checks the files of blocks of some ranks: reads them, too, if `through`, else looks at their sizes and how they begin."""
+    """Checks the files of blocks of some ranks: reads them, too, if `through`, else looks at their sizes and how
+    they begin."""
     pieces: dict[int, list[Piece]] = {rank: [] for rank in ranks if record["files"][rank]}
     for piece in (piece for there in record["blocks"].values() for piece in there):
         if through and piece.rank in pieces:
@@ -149,7 +157,8 @@ def check_files(folder: Path, record: Mapping[str, Any], ranks: Iterable[int], t
 
 
 def read(folder: Path, record: Mapping[str, Any], blocks: Mapping[str, TensorBlock]) -> None:
-    """Reads blocks, whatever the blocks were in which they were written. Raises CheckpointError for what is not what was written."""
+    """Reads blocks, whatever the blocks were in which they were written. Raises CheckpointError for what is not what
+    was written."""
     wanted: dict[int, list[tuple[Piece, TensorBlock]]] = {}
     for name, block in blocks.items():
         there = [piece for piece in record["blocks"][name] if math.prod(map(len, common(piece, block)))]
@@ -166,7 +175,9 @@ def read(folder: Path, record: Mapping[str, Any], blocks: Mapping[str, TensorBlo
                 if file.readinto(data) != data.nbytes or zlib.crc32(data) != piece.crc:
                     raise spoilt(folder, record["save"], piece)
                 place = common(piece, block)
-                theirs, ours = (tuple(slice(r.start - s, r.stop - s) for r, s in zip(place, each.start)) for each in (piece, block))
+                theirs, ours = (
+                    tuple(slice(r.start - s, r.stop - s) for r, s in zip(place, each.start)) for each in (piece, block)
+                )
                 block.local[ours].copy_(saved.view(piece.shape)[theirs])
 
 

@@ -45,7 +45,8 @@ def block_of(tensor: Tensor) -> TensorBlock:
 
 
 def layout_of(tensor: DTensor) -> Layout:
-    """Returns the layout of a DTensor. A strided shard says how many ranks cut before it, which tells the order of the cuts."""
+    """Returns the layout of a DTensor. A strided shard says how many ranks cut before it, which tells the order of
+    the cuts."""
     names = tensor.device_mesh.mesh_dim_names or tuple(f"axis{at}" for at in range(tensor.device_mesh.ndim))
     sizes, states = tuple(tensor.device_mesh.shape), list(broadcast(names).states)
     factors: dict[int, int] = {}
@@ -73,7 +74,8 @@ def names_of(model: nn.Module) -> dict[Tensor, str]:
 
 
 def blocks_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, TensorBlock]:
-    """Returns this rank's blocks: `model/NAME` of parameters and buffers, `optimizer/NAME/KEY` of the optimizer's state."""
+    """Returns this rank's blocks: `model/NAME` of parameters and buffers, `optimizer/NAME/KEY` of the optimizer's
+    state."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     blocks = {f"model/{name}": block_of(tensor) for name, tensor in tensors.items()}
     for name, state in states_of(model, optimizer):
@@ -88,7 +90,8 @@ def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[s
 
 
 def merged_groups(of_ranks: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]:
-    """Returns by group the names of its parameters on all ranks, each once: of pipeline stages every rank has those of its own."""
+    """Returns by group the names of its parameters on all ranks, each once: of pipeline stages every rank has those
+    of its own."""
     by_group = itertools.zip_longest(*of_ranks, fillvalue=())
     return [list(dict.fromkeys(name for names in of_one_group for name in names)) for of_one_group in by_group]
 

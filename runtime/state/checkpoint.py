@@ -1,8 +1,8 @@
 """Save the state of training in checkpoints, and load them on any mesh and in any layout.
 
-A checkpoint is a folder. Every rank writes its blocks there, into a file that is named for this one save, and reads them back;
-then `state.json`, which says what lies where, is moved into place: so a checkpoint is whole, or it is none. A step is saved
-again beside the files of before, and what was whole goes away only then.
+A checkpoint is a folder. Every rank writes its blocks there, into a file that is named for this one save, and reads
+them back; then `state.json`, which says what lies where, is moved into place: so a checkpoint is whole, or it is
+none. A step is saved again beside the files of before, and what was whole goes away only then.
 """
 
 from __future__ import annotations
@@ -50,29 +50,33 @@ TODO = "The one before it is whole; mend the cause."
 
 
 class Checkpoints:
-    """The checkpoints in a folder that all ranks share; the last `keep` are kept. A job goes on from them, also on another number
-    of ranks, in other layouts, with pipeline stages or without: examples/02_train_gpt.py.
+    """The checkpoints in a folder that all ranks share; the last `keep` are kept. A job goes on from them, also on
+    another number of ranks, in other layouts, with pipeline stages or without: examples/02_train_gpt.py.
 
-    They hold parameters, buffers, the optimizer's state and settings, and the place among random numbers. Every rank makes this
-    at the same point, calls `save` at the same steps, and `wait` before it ends. asynchronous: what is saved is copied, and
-    written while training goes on.
+    They hold parameters, buffers, the optimizer's state and settings, and the place among random numbers. Every rank
+    makes this at the same point, calls `save` at the same steps, and `wait` before it ends. asynchronous: what is
+    saved is copied, and written while training goes on.
 
-    A checkpoint is whole in the folder or not there, whenever a process is killed. Ranks that have not done as many steps and
-    updates save nothing, and all say so. What was whole is removed once the new one is on the disk and every rank has read back
-    what it wrote. Reading checks the CRC-32 of every block, and takes no block of another save.
+    A checkpoint is whole in the folder or not there, whenever a process is killed. Ranks that have not done as many
+    steps and updates save nothing, and all say so. What was whole is removed once the new one is on the disk and
+    every rank has read back what it wrote. Reading checks the CRC-32 of every block, and takes no block of another
+    save.
 
-    A folder belongs to the job that saves there as long as rank 0 has a Checkpoints that has saved: another job gets an error, by
-    flock on a file in it, which ends with the process, and which the file system must have (all local ones do, and NFS on Linux).
-    Reading needs no lock.
+    A folder belongs to the job that saves there as long as rank 0 has a Checkpoints that has saved: another job gets
+    an error, by flock on a file in it, which ends with the process, and which the file system must have (all local
+    ones do, and NFS on Linux). Reading needs no lock.
 
-    `sbpc convert` takes the weights out in one process, or turns a file of weights into a checkpoint: a .pt file is a plain
-    state_dict, with tied weights under all their names; a .safetensors file holds a tied tensor once, and buffers that are not
-    persistent besides, as programs need them.
+    `sbpc convert` takes the weights out in one process, or turns a file of weights into a checkpoint: a .pt file is
+    a plain state_dict, with tied weights under all their names; a .safetensors file holds a tied tensor once, and
+    buffers that are not persistent besides, as programs need them.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 2, asynchronous: bool = True) -> None:
         check_kinds(
-            CheckpointError, folder=(folder, "a path"), keep=(keep, "an integer"), asynchronous=(asynchronous, "True or False")
+            CheckpointError,
+            folder=(folder, "a path"),
+            keep=(keep, "an integer"),
+            asynchronous=(asynchronous, "True or False"),
         )
         if keep < 1:
             raise CheckpointError(f"keep is {keep}\n  Keep one checkpoint at least.")
@@ -87,10 +91,11 @@ class Checkpoints:
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, extra: Any = None
     ) -> None:
-        """Saves what training goes on from after `step` steps. extra: numbers and texts of your own, nested as you like.
+        """Saves what training goes on from after `step` steps. extra: numbers and texts of your own, nested as you
+        like.
 
-        Raises CheckpointError, also for an earlier save that failed, as it does if ranks disagree on what they save, and PlanError
-        amid an accumulation by `no_sync`.
+        Raises CheckpointError, also for an earlier save that failed, as it does if ranks disagree on what they save,
+        and PlanError amid an accumulation by `no_sync`.
         """
         refuse_unfinished(model)
         self.wait()
@@ -138,7 +143,8 @@ class Checkpoints:
         self.together(written, lambda values: self.finish(folder, whole, values))
 
     def begin(self, folder: Path, values: list[Any]) -> list[Any]:
-        """Returns, on the first rank, what each rank is to write: the name of the save, names of blocks, for itself the record, too."""
+        """Returns, on the first rank, what each rank is to write: the name of the save, names of blocks, for itself
+        the record, too."""
         numbers, records, held = zip(*values)
         check_progress(numbers)
         record = merged(records) | {"save": secrets.token_hex(16)}
@@ -151,10 +157,13 @@ class Checkpoints:
                 shutil.rmtree(other, ignore_errors=True)
         folder.mkdir(exist_ok=True)
         self.lock.writing.add(record["step"])
-        return [(record["save"], names, None if rank else record) for rank, names in enumerate(block_files.writers(held))]
+        return [
+            (record["save"], names, None if rank else record) for rank, names in enumerate(block_files.writers(held))
+        ]
 
     def finish(self, folder: Path, record: dict[str, Any], written: list[Any]) -> list[Any]:
-        """Ends a save, on the first rank: moves `state.json` into place, which makes it count, and removes what it replaces."""
+        """Ends a save, on the first rank: moves `state.json` into place, which makes it count, and removes what it
+        replaces."""
         assert self.lock is not None
         self.lock.writing.discard(record["step"])
         failed = [each for each in written if isinstance(each, str)]
@@ -186,7 +195,8 @@ class Checkpoints:
         return [None] * len(written)
 
     def together(self, value: Any, join: Callable[[list[Any]], list[Any]]) -> Any:
-        """Returns what `join` makes on the first rank for this one, of the values of all. Raises CheckpointError on all if it fails."""
+        """Returns what `join` makes on the first rank for this one, of the values of all. Raises CheckpointError on
+        all if it fails."""
         values = [value] * self.ranks
         if self.group is not None:
             dist.gather_object(value, None if self.rank else values, group=self.group)
@@ -210,11 +220,13 @@ class Checkpoints:
         return [value] if self.group is None else process_groups.from_all_ranks(value, self.group)
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, step: int | None = None) -> int:
-        """Loads the last checkpoint, or that of `step`, into a module and its optimizer; returns its step, 0 if there is none.
+        """Loads the last checkpoint, or that of `step`, into a module and its optimizer; returns its step, 0 if
+        there is none.
 
         `extra` is then what was saved as such. The mesh and the layouts may be others than those of the ranks that
-        saved. All files are read through before anything is loaded: of damaged ones there is a warning, and without `step` the
-        last whole checkpoint is loaded. Raises CheckpointError, before anything is changed, if none is whole, or if it does not fit.
+        saved. All files are read through before anything is loaded: of damaged ones there is a warning, and without
+        `step` the last whole checkpoint is loaded. Raises CheckpointError, before anything is changed, if none is
+        whole, or if it does not fit.
         """
         self.wait()
         record = self.whole(step)
@@ -247,7 +259,8 @@ class Checkpoints:
                 raise CheckpointError(said)
 
     def whole(self, step: int | None) -> dict[str, Any] | None:
-        """Returns what is said of the last checkpoint that all ranks find whole, or of that of `step`; None if there is none."""
+        """Returns what is said of the last checkpoint that all ranks find whole, or of that of `step`; None if there
+        is none."""
         refused: dict[tuple[int, str], CheckpointError] = {}
         while True:
             chosen, save = self.together(None, lambda _: [self.choice(step, refused)] * self.ranks)
@@ -271,10 +284,13 @@ class Checkpoints:
                     raise
                 refused[chosen, save] = error
                 if self.rank == 0 and save_in(folder) == save:  # else it was removed, as a later one is whole
-                    warnings.warn(f"{error}\n  It is left out: the one before it is loaded, if that is whole.", stacklevel=3)
+                    warnings.warn(
+                        f"{error}\n  It is left out: the one before it is loaded, if that is whole.", stacklevel=3
+                    )
 
     def choice(self, step: int | None, refused: Container[tuple[int, str]]) -> tuple[int, str]:
-        """Returns, on the first rank, the step to load and what names its save: step -1 if there is none but those refused."""
+        """Returns, on the first rank, the step to load and what names its save: step -1 if there is none but those
+        refused."""
         for each in whole_steps(self.folder)[::-1] if step is None else [step]:
             found = each, save_in(self.folder / f"step-{each:09d}")
             if found not in refused:
@@ -335,19 +351,26 @@ def weights_in(folder: str | Path, step: int | None = None) -> Weights:
     folder = Path(folder)
     steps = whole_steps(folder)
     if not steps or step not in (None, *steps):
-        raise CheckpointError(f"{folder} holds no checkpoint{'' if step is None else f' of step {step}'}\n  It holds {steps}.")
+        raise CheckpointError(
+            f"{folder} holds no checkpoint{'' if step is None else f' of step {step}'}\n  It holds {steps}."
+        )
     folder /= f"step-{steps[-1] if step is None else step:09d}"
     record = read_marker(folder)
-    block_files.check_files(folder, record, range(len(record["files"])), through=False)  # before memory is taken for them
+    # before memory is taken for them
+    block_files.check_files(folder, record, range(len(record["files"])), through=False)
     try:
         blocks = {
-            name: TensorBlock(torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu"), tuple(shape), (0,) * len(shape))
+            name: TensorBlock(
+                torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu"), tuple(shape), (0,) * len(shape)
+            )
             for name, (dtype, shape) in record["tensors"].items()
             if name.startswith("model/")
         }
     except RuntimeError as error:
         what = f"{folder} holds more than this process has memory for: {cause(error)}"
-        raise CheckpointError(f"{what}\n  Read it where there is more, or load it on several ranks by sbpc.Checkpoints.") from error
+        raise CheckpointError(
+            f"{what}\n  Read it where there is more, or load it on several ranks by sbpc.Checkpoints."
+        ) from error
     block_files.read(folder, record, blocks)
     tensors = {name.removeprefix("model/"): block.local for name, block in blocks.items()}
     return Weights(tensors, record["tied"], tuple(record["left_out"]))

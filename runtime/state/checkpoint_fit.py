@@ -20,15 +20,18 @@ def prepare(
 ) -> None:
     """Gives an optimizer the settings in a checkpoint and, for every tensor of state there, one to be filled.
 
-    groups: by group of the optimizer the names of its parameters on all ranks. Raises CheckpointError if they are not those saved.
+    groups: by group of the optimizer the names of its parameters on all ranks. Raises CheckpointError if they are
+    not those saved.
     """
     saved, names = record["optimizer"], names_of(model)
     if not saved["groups"]:
         raise CheckpointError(
             f"{folder} holds weights alone, nothing of an optimizer\n"
-            "  Load the model alone, before its optimizer is made; sbpc run takes weights by --weights FILE.safetensors."
+            "  Load the model alone, before its optimizer is made; sbpc run takes weights by --weights "
+            "FILE.safetensors."
         )
-    same = [set(group["names"]) for group in saved["groups"]] == [set(group) for group in groups]  # stages have them in another order
+    # stages have them in another order
+    same = [set(group["names"]) for group in saved["groups"]] == [set(group) for group in groups]
     if saved["class"] != type(optimizer).__name__ or not same:
         raise CheckpointError(
             f"{folder} was saved with {saved['class']} over {[len(g['names']) for g in saved['groups']]} parameters, "
@@ -38,20 +41,28 @@ def prepare(
     what, tensors = "the optimizer's state", tensors_of_state(record)
     leaves = [[torch.tensor(value) for value in old["values"]] for old in saved["groups"]]
     settings = [restored(old["settings"], there, what, folder) for old, there in zip(saved["groups"], leaves)]
-    plain = {name: {key: restored(each, (), what, folder) for key, each in state.items()} for name, state in saved["plain"].items()}
+    plain = {
+        name: {key: restored(each, (), what, folder) for key, each in state.items()}
+        for name, state in saved["plain"].items()
+    }
     for group, those in zip(optimizer.param_groups, settings):
         group.update(those)
         on_device = group.get("fused") or group.get("capturable")  # these count steps on the parameter's device
         for parameter in group["params"]:
             name = names[parameter]
-            state = plain.get(name or "", {}) | zeros(parameter, tensors.get(name, {}), parameter.device if on_device else None)
+            state = plain.get(name or "", {}) | zeros(
+                parameter, tensors.get(name, {}), parameter.device if on_device else None
+            )
             optimizer.state.pop(parameter, None)
             if state:
                 optimizer.state[parameter] = state
 
 
-def zeros(parameter: nn.Parameter, tensors: Mapping[str, tuple[str, Any]], device: torch.device | None) -> dict[str, Tensor]:
-    """Returns the tensors of a parameter's state, to be filled. tensors: by key, dtype and shape. device: of those of other shapes."""
+def zeros(
+    parameter: nn.Parameter, tensors: Mapping[str, tuple[str, Any]], device: torch.device | None
+) -> dict[str, Tensor]:
+    """Returns the tensors of a parameter's state, to be filled. tensors: by key, dtype and shape. device: of those
+    of other shapes."""
     state = {}
     for key, (dtype, shape) in tensors.items():
         kind = getattr(torch, dtype)
@@ -86,5 +97,8 @@ def mistake_in(blocks: Mapping[str, TensorBlock], tensors: Record, folder: Path)
         saved, here = tensors.get(name), dtype_and_shape(block)
         if saved != here:
             what = "lacks it" if saved is None else f"has {saved[0]} {saved[1]}"
-            return f"{name.partition('/')[2]} is {here[0]} {here[1]}, {folder} {what}\n  Load what was saved from this model."
+            return (
+                f"{name.partition('/')[2]} is {here[0]} {here[1]}, {folder} {what}\n  Load what was saved from this "
+                "model."
+            )
     return None

@@ -1,4 +1,5 @@
-"""What `state.json` of a checkpoint says: the step, the tensors, where their blocks lie, the optimizer's settings, random numbers.
+"""What `state.json` of a checkpoint says: the step, the tensors, where their blocks lie, the optimizer's settings,
+random numbers.
 
 It is read as a stranger's: types, ranges and sizes are checked before anything is made of them, and it names no file.
 """
@@ -52,17 +53,26 @@ def describe(
     structure = without_tensors(extra, "extra")
     random, weights = getattr(model, "random_state", lambda: None)(), weights_of(model)
     return {
-        "format": FORMAT, "version": VERSION, "step": step, "torch": torch.__version__, "tensors": tensors,
-        "optimizer": {"class": type(optimizer).__name__, "groups": groups, "plain": plain}, "extra": structure,
-        "random": random, "tied": weights.tied, "left_out": list(weights.left_out),
-    }  # fmt: skip
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "torch": torch.__version__,
+        "tensors": tensors,
+        "optimizer": {"class": type(optimizer).__name__, "groups": groups, "plain": plain},
+        "extra": structure,
+        "random": random,
+        "tied": weights.tied,
+        "left_out": list(weights.left_out),
+    }
 
 
 def without_tensors(value: Any, what: str) -> Any:
     """Returns the structure of numbers and texts, nested. Raises CheckpointError if it holds tensors."""
     leaves, structure = flatten(value, what)
     if leaves:
-        raise CheckpointError(f"{what} holds tensors\n  Keep them as buffers of the model, as tensors of its state, or as numbers.")
+        raise CheckpointError(
+            f"{what} holds tensors\n  Keep them as buffers of the model, as tensors of its state, or as numbers."
+        )
     return plain_only(structure, what)
 
 
@@ -78,16 +88,23 @@ def plain_only(structure: Any, what: str) -> Any:
 def progress(record: Record, blocks: Mapping[str, TensorBlock], steps: int | None) -> Record:
     """Returns the numbers that must be the same on all ranks, None for what this rank has not.
 
-    They are the step that is saved, how many training steps the module has run in this process, its place among random numbers,
-    and how often the optimizer has updated each of its groups: stages hold other parameters of the same groups.
+    They are the step that is saved, how many training steps the module has run in this process, its place among
+    random numbers, and how often the optimizer has updated each of its groups: stages hold other parameters of the
+    same groups.
     """
     numbers: Record = {"step": record["step"], "training steps run": steps}
     numbers |= {f"{key} of random numbers": number for key, number in (record["random"] or {}).items()}
     for at, group in enumerate(record["optimizer"]["groups"]):
         names = [name for name in group["names"] if name is not None]
         counts = [record["optimizer"]["plain"].get(name, {}).get("step") for name in names]
-        counts += [block.local.item() for name in names if (block := blocks.get(f"optimizer/{name}/step")) and block.local.numel() == 1]
-        numbers[f"updates of group {at}"] = max((int(count) for count in counts if isinstance(count, (int, float))), default=None)
+        counts += [
+            block.local.item()
+            for name in names
+            if (block := blocks.get(f"optimizer/{name}/step")) and block.local.numel() == 1
+        ]
+        numbers[f"updates of group {at}"] = max(
+            (int(count) for count in counts if isinstance(count, (int, float))), default=None
+        )
     return numbers
 
 
@@ -102,7 +119,8 @@ def check_progress(of_ranks: Sequence[Record]) -> None:
             texts = [f"{number} on {'rank' if len(at) == 1 else 'ranks'} {listed(at)}" for number, at in ranks.items()]
             raise CheckpointError(
                 f"the ranks save states of other moments, so nothing is saved: {key} {', '.join(texts)}\n"
-                "  Every rank does all steps and updates, and calls save at the same ones: start again from the last checkpoint."
+                "  Every rank does all steps and updates, and calls save at the same ones: start again from the last "
+                "checkpoint."
             )
 
 
@@ -116,7 +134,8 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 def merged(records: Sequence[Record]) -> Record:
-    """Returns what `state.json` says, of what each rank knows: of pipeline stages every rank has the parameters of its own alone."""
+    """Returns what `state.json` says, of what each rank knows: of pipeline stages every rank has the parameters of
+    its own alone."""
     known: list[list[Record]] = [record["optimizer"]["groups"] for record in records]
     names = merged_groups([[group["names"] for group in groups] for groups in known])
     longest = max(known, key=lambda groups: len(groups))
@@ -153,7 +172,8 @@ def digest(record: Record) -> str:
 
 
 def read_marker(folder: Path) -> Record:
-    """Returns what `state.json` says of a checkpoint, its blocks as pieces. Raises CheckpointError if the folder holds none."""
+    """Returns what `state.json` says of a checkpoint, its blocks as pieces. Raises CheckpointError if the folder
+    holds none."""
     try:
         with open_file(folder / MARKER) as file:
             record = json.loads(file.read().decode())
@@ -169,12 +189,16 @@ def read_marker(folder: Path) -> Record:
     if written != found:
         raise damaged(folder / MARKER, "its text is not what sbpc wrote")
     check_record(record, folder)
-    pieces = {name: [Piece(tuple(start), tuple(shape), *place) for start, shape, *place in each] for name, each in record["blocks"].items()}
+    pieces = {
+        name: [Piece(tuple(start), tuple(shape), *place) for start, shape, *place in each]
+        for name, each in record["blocks"].items()
+    }
     return record | {"blocks": pieces}
 
 
 def restored(structure: Any, leaves: Sequence[Any], what: str, folder: Path) -> Any:
-    """Returns that of which `flatten` made a structure. Raises CheckpointError if it is none, or makes what would run code of its own."""
+    """Returns that of which `flatten` made a structure. Raises CheckpointError if it is none, or makes what would
+    run code of its own."""
     try:
         harmless(structure)
         return unflatten(structure, leaves)
@@ -185,7 +209,8 @@ def restored(structure: Any, leaves: Sequence[Any], what: str, folder: Path) -> 
 
 
 def check_record(record: Record, folder: Path) -> None:
-    """Raises CheckpointError unless a record has all that it must have, and its blocks fill the tensors and the files."""
+    """Raises CheckpointError unless a record has all that it must have, and its blocks fill the tensors and the
+    files."""
     wrong = [key for key, check in FIELDS.items() if key not in record or check(record[key]) is not None]
     if wrong or f"step-{record['step']:09d}" != folder.name:
         raise damaged(folder / MARKER, f"its {wrong[0] if wrong else 'step'} is none that sbpc writes there")
@@ -209,12 +234,15 @@ def check_record(record: Record, folder: Path) -> None:
 
 
 def fill(pieces: Sequence[Sequence[Any]], shape: Sequence[int]) -> bool:
-    """Returns whether blocks are the cells of one grid, as layouts cut tensors, and so hold each element of a tensor once."""
+    """Returns whether blocks are the cells of one grid, as layouts cut tensors, and so hold each element of a tensor
+    once."""
     if math.prod(shape) == 0 or any(len(start) != len(shape) or len(size) != len(shape) for start, size, *_ in pieces):
         return math.prod(shape) == 0 and not pieces
     cells = {tuple(start) for start, *_ in pieces}
     sides = [sorted({(start[dim], start[dim] + size[dim]) for start, size, *_ in pieces}) for dim in range(len(shape))]
-    whole = all([0, *(end for _, end in side)] == [*(begin for begin, _ in side), length] for side, length in zip(sides, shape))
+    whole = all(
+        [0, *(end for _, end in side)] == [*(begin for begin, _ in side), length] for side, length in zip(sides, shape)
+    )
     return whole and len(cells) == len(pieces) == math.prod(map(len, sides))
 
 
@@ -231,7 +259,10 @@ def kind_of(dtype: str) -> Any:
 
 def texts_to(check: Check) -> Check:
     """Returns the check of an object of any texts."""
-    return lambda value: leaf(lambda v: type(v) is dict and all(type(key) is str for key in v))(value) or many(check)(list(value.values()))
+    return lambda value: (
+        leaf(lambda v: type(v) is dict and all(type(key) is str for key in v))(value)
+        or many(check)(list(value.values()))
+    )
 
 
 ANYTHING, COUNT = leaf(lambda v: True), leaf(lambda v: type(v) is int and 0 <= v < 1 << 63)
@@ -240,7 +271,9 @@ SHAPE, SETTING = many(COUNT), row(leaf(lambda v: type(v) is str and v != "params
 SIZES = many(leaf(lambda v: type(v) is int and 0 < v < 1 << 63))  # a block has elements
 DTYPE = leaf(lambda v: type(v) is str and kind_of(v) is not None)
 VALUE = either(WIDE, leaf(lambda v: isinstance(v, (bool, float))))  # that of a tensor with one element
-GROUP = entries({"names": many(either(NONE, TEXT)), "settings": row(one_of("dict"), many(SETTING)), "values": many(VALUE)})
+GROUP = entries(
+    {"names": many(either(NONE, TEXT)), "settings": row(one_of("dict"), many(SETTING)), "values": many(VALUE)}
+)
 CLASS = leaf(lambda v: type(v) is str and v.isidentifier())
 RANDOM = entries(dict.fromkeys(("seed", "step"), WIDE))
 FIELDS: dict[str, Check] = {  # what a record has besides `extra`, which `unflatten` checks

@@ -1,8 +1,9 @@
-"""Make the weights of a model that is too large for one device: record its constructor, then replay it tensor by tensor.
+"""Make the weights of a model that is too large for one device: record its constructor, then replay it tensor by
+tensor.
 
-First the constructor runs on fake tensors, and every op is recorded. Then its random ops alone run in their order, and the
-state of the generator before each of them is recorded. Then each tensor is computed from the ops that it depends on, where
-random ops start from their recorded state: the numbers are those that one device would draw.
+First the constructor runs on fake tensors, and every op is recorded. Then its random ops alone run in their order,
+and the state of the generator before each of them is recorded. Then each tensor is computed from the ops that it
+depends on, where random ops start from their recorded state: the numbers are those that one device would draw.
 The idea of a recorded constructor is torchdistX's (`deferred_init`, 2022).
 """
 
@@ -24,7 +25,13 @@ from sbpc.runtime.state.dtensors import of_rank_zero
 aten = torch.ops.aten
 DRAWS = {
     *(aten.uniform_.default, aten.normal_.default, aten.exponential_.default, aten.bernoulli_.float),
-    *(aten.random_.default, aten.random_.to, getattr(aten.random_, "from"), aten.cauchy_.default, aten.log_normal_.default),
+    *(
+        aten.random_.default,
+        aten.random_.to,
+        getattr(aten.random_, "from"),
+        aten.cauchy_.default,
+        aten.log_normal_.default,
+    ),
     *(aten.rand.default, aten.randn.default, aten.randint.default, aten.randint.low, aten.randperm.default),
 }
 """Random ops whose draws depend only on the sizes of their arguments."""
@@ -129,7 +136,9 @@ class Recording:
         self.named |= dict(self.model.named_buffers(remove_duplicate=False))
         for name, value in self.named.items():
             if not isinstance(value, FakeTensor) or value.is_meta:
-                raise PlanError(f"init= leaves {name!r} without values\n  Build the model as on one device, not on meta.")
+                raise PlanError(
+                    f"init= leaves {name!r} without values\n  Build the model as on one device, not on meta."
+                )
         for call in self.calls:
             if call.drawn is not None:
                 draw(call)

@@ -1,12 +1,14 @@
-"""Make torch.optim and torch.amp.GradScaler right for DTensors, which torch 2.13 gets wrong in three ways, and refuse a fourth.
+"""Make torch.optim and torch.amp.GradScaler right for DTensors, which torch 2.13 gets wrong in three ways, and
+refuse a fourth.
 
-It refuses `_fused_sgd_` and `_fused_adagrad_` of DTensors. Its ops on lists of DTensors (foreach, fused) do not raise
-`_version`, so nobody would see that a parameter was written between a forward and its backward. GradScaler looks for
-infinities over the ranks that split the first gradient and over no others: if that one is whole and another is split,
-some ranks skip the step and some do not, and their weights differ from then on. The stages of a pipeline skip a step together,
-too, if all of them have gradients of the same dtypes, as torch looks for infinities dtype by dtype.
-`torch.nn.utils.clip_grad_norm_` takes the norm of the gradients that a rank has, which are those of its stages alone. It could not be
-made right: it knows no names of parameters that two stages count, and a stage without gradients does not take part.
+It refuses `_fused_sgd_` and `_fused_adagrad_` of DTensors. Its ops on lists of DTensors (foreach, fused) do not
+raise `_version`, so nobody would see that a parameter was written between a forward and its backward. GradScaler
+looks for infinities over the ranks that split the first gradient and over no others: if that one is whole and
+another is split, some ranks skip the step and some do not, and their weights differ from then on. The stages of a
+pipeline skip a step together, too, if all of them have gradients of the same dtypes, as torch looks for infinities
+dtype by dtype. `torch.nn.utils.clip_grad_norm_` takes the norm of the gradients that a rank has, which are those of
+its stages alone. It could not be made right: it knows no names of parameters that two stages count, and a stage
+without gradients does not take part.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ def count_writes(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Unscales the gradients in place and maximises `infinite` over every axis that splits any of them, and over pipeline stages."""
+    """Unscales the gradients in place and maximises `infinite` over every axis that splits any of them, and over
+    pipeline stages."""
     gradients, infinite, scale = args
     op([gradient.to_local() for gradient in gradients], infinite, scale)
     with watched("GradScaler"):
@@ -77,8 +80,10 @@ def stack(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     numbers = [each for each in args[0] if isinstance(each, DTensor) and not each.dim()]
     if any(process_groups.is_part(each.device_mesh) for each in numbers):
         raise PlanError(
-            "numbers of the parameters of one pipeline stage are put together, as torch.nn.utils.clip_grad_norm_ does with norms of"
+            "numbers of the parameters of one pipeline stage are put together, as torch.nn.utils.clip_grad_norm_ does "
+            "with norms of"
             " gradients: those of the other stages are missing\n"
-            "  Call module.clip_grad_norm_(max_norm), which knows all stages; to look at one stage, take each number's .item()."
+            "  Call module.clip_grad_norm_(max_norm), which knows all stages; to look at one stage, take each "
+            "number's .item()."
         )
     return as_torch_does(op, args, kwargs)

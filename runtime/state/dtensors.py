@@ -56,21 +56,26 @@ def placements(layout: Layout, sizes: Sequence[int]) -> list[Placement]:
 
 
 def refuse_pickles() -> None:
-    """Refuses to pickle part of a tensor, as torch.save on one rank would without a word; to other processes of a rank it may go."""
+    """Refuses to pickle part of a tensor, as torch.save on one rank would without a word; to other processes of a
+    rank it may go."""
     copyreg.pickle(DTensor, pickled)  # type: ignore[arg-type]
     ForkingPickler.register(DTensor, reduced)
 
 
 def pickled(tensor: DTensor) -> Any:
-    """Returns how a DTensor is pickled. Raises CheckpointError for one on a plan's mesh of which this rank holds a part."""
+    """Returns how a DTensor is pickled. Raises CheckpointError for one on a plan's mesh of which this rank holds a
+    part."""
     mesh, local = tensor.device_mesh, tuple(local_of(tensor).shape)
     split = any(size > 1 and not state.is_replicate() for size, state in zip(mesh.shape, tensor.placements))
     if mesh in process_groups.meshes.values() and (split or process_groups.is_part(mesh)):
         raise CheckpointError(
-            f"this rank's part {local} of a tensor {tuple(tensor.shape)} is pickled, as torch.save does with a state_dict: the file"
+            f"this rank's part {local} of a tensor {tuple(tensor.shape)} is pickled, as torch.save does with a "
+            "state_dict: the file"
             " would lack what other ranks hold\n"
-            "  Save with sbpc.Checkpoints, of which sbpc convert makes one file. Or, without stages, have all ranks call"
-            " torch.distributed.checkpoint.state_dict.get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))"
+            "  Save with sbpc.Checkpoints, of which sbpc convert makes one file. Or, without stages, have all ranks "
+            "call"
+            " torch.distributed.checkpoint.state_dict.get_model_state_dict(module, "
+            "options=StateDictOptions(full_state_dict=True))"
             " and save what it returns on rank 0."
         )
     return reduced(tensor)
@@ -82,7 +87,8 @@ def reduced(tensor: DTensor) -> Any:
 
 
 def take_state(module: nn.Module, homes: Mapping[str, Layout], mesh: Mesh, where: torch.device) -> None:
-    """Lets `load_state_dict` of a module take DTensors of any layout, and whole tensors that are the same on every rank.
+    """Lets `load_state_dict` of a module take DTensors of any layout, and whole tensors that are the same on every
+    rank.
 
     homes: by the module's own name of a parameter. Every rank must load at the same point.
     """

@@ -1,7 +1,8 @@
 """Keep a folder for one job: by a lock that the system frees when the process that holds it ends, however it ends.
 
-It is flock on the file `lock` in the folder. Linux and macOS have it on local disks, Linux on NFS, too, where the file server
-frees the lock of a machine that has died after its lease, some 90 seconds. On a file system without it there is a warning.
+It is flock on the file `lock` in the folder. Linux and macOS have it on local disks, Linux on NFS, too, where the
+file server frees the lock of a machine that has died after its lease, some 90 seconds. On a file system without it
+there is a warning.
 """
 
 from __future__ import annotations
@@ -33,20 +34,27 @@ class FolderLock:
         except BlockingIOError as error:
             self.file.seek(0)
             raise CheckpointError(
-                f"{folder} belongs to another job: {self.file.read(200).strip() or 'one that has just begun'} saves there\n"
+                f"{folder} belongs to another job: {self.file.read(200).strip() or 'one that has just begun'} saves "
+                "there\n"
                 "  Give each job a folder of its own, or end that process."
             ) from error
         except OSError as error:
             if error.errno not in WITHOUT:
                 raise
-            warnings.warn(f"{folder} cannot be kept for this job: {error}\n  Let no other job save there.", stacklevel=2)
-        os.register_at_fork(after_in_child=self.file.close)  # else a forked child, such as of a DataLoader, holds it as long as it lives
+            warnings.warn(
+                f"{folder} cannot be kept for this job: {error}\n  Let no other job save there.", stacklevel=2
+            )
+        # else a forked child, such as of a DataLoader, holds it as long as it lives
+        os.register_at_fork(after_in_child=self.file.close)
         self.file.truncate(0)
-        self.file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S %z')},")
+        self.file.write(
+            f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S %z')},"
+        )
         self.file.flush()
 
     def holds(self) -> bool:
-        """Returns whether this is a lock of the file that is there now: a folder may have been removed and made anew."""
+        """Returns whether this is a lock of the file that is there now: a folder may have been removed and made
+        anew."""
         try:
             return not self.file.closed and os.path.samestat(os.fstat(self.file.fileno()), self.path.stat())
         except OSError:

@@ -1,4 +1,5 @@
-"""What every parallel module has besides its programs: the place among random numbers, clipping, deep copies, no pickling."""
+"""What every parallel module has besides its programs: the place among random numbers, clipping, deep copies, no
+pickling."""
 
 from __future__ import annotations
 
@@ -26,12 +27,15 @@ Raises PlanError for a norm that is NaN or infinite if `error_if_nonfinite`."""
 def members_of(
     cls: type[nn.Module], forward: Callable[..., Any], step: Callable[..., Any], elsewhere: Container[str] = ()
 ) -> dict[str, Any]:
-    """Returns the members of the subclass of a model's class that runs programs. A deep copy runs them on its own weights.
+    """Returns the members of the subclass of a model's class that runs programs. A deep copy runs them on its own
+    weights.
 
     elsewhere: names of parameters that another stage of a pipeline counts.
     """
 
-    def clip_grad_norm_(self: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+    def clip_grad_norm_(
+        self: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
         return clip(self, elsewhere, max_norm, norm_type, error_if_nonfinite)
 
     def pickled(self: nn.Module, protocol: Any) -> Any:
@@ -64,7 +68,8 @@ def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def refuse_unfinished(module: nn.Module) -> None:
-    """Raises PlanError if a module keeps gradients of backwards within `no_sync`, which no state dict and no copy holds."""
+    """Raises PlanError if a module keeps gradients of backwards within `no_sync`, which no state dict and no copy
+    holds."""
     weights = vars(module).get(WEIGHTS)
     if weights is not None and weights.sums.held:
         raise PlanError(
@@ -82,7 +87,11 @@ def set_random_state(self: nn.Module, state: dict[str, int]) -> None:
 
 
 def clip(
-    module: nn.Module, elsewhere: Container[str], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    module: nn.Module,
+    elsewhere: Container[str],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Does what CLIP says. elsewhere: names of parameters that are counted on another stage, too."""
     gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
@@ -94,7 +103,9 @@ def clip(
         dist.all_gather(of_ranks, mine)
     total = norm(torch.stack(of_ranks), norm_type)
     if error_if_nonfinite and not total.isfinite():
-        raise PlanError(f"the norm of the gradients is {total.item()}\n  Lower the learning rate, or find the op: executor='nans'.")
+        raise PlanError(
+            f"the norm of the gradients is {total.item()}\n  Lower the learning rate, or find the op: executor='nans'."
+        )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in gradients.values():
         local_of(gradient).mul_(factor)

@@ -70,7 +70,8 @@ def save_weights(weights: Weights, path: str | Path) -> None:
         unfinished.replace(path)
     except KeyError as error:
         raise PlanError(
-            f"{path} cannot be written: safetensors has no {error}\n  Keep such tensors in a checkpoint: sbpc run --checkpoint."
+            f"{path} cannot be written: safetensors has no {error}\n  Keep such tensors in a checkpoint: sbpc run "
+            "--checkpoint."
         ) from error
     except (OSError, SafetensorError) as error:
         raise PlanError(f"{path} cannot be written: {error}\n  Name a file in a folder that exists.") from error
@@ -114,7 +115,8 @@ class TensorFile:
         wanted = self.digests.get(name)
         if wanted is not None and digest(name, tensor) != wanted:
             raise PlanError(
-                f"{name} in {self.path} is not what sbpc wrote there: its sha256 is {digest(name, tensor)[:16]}, not {wanted[:16]}\n"
+                f"{name} in {self.path} is not what sbpc wrote there: its sha256 is {digest(name, tensor)[:16]}, not "
+                f"{wanted[:16]}\n"
                 "  The file is damaged, or was changed: copy it or write it anew; without the metadata "
                 f"{RECORD!r} it is read as it is."
             )
@@ -127,7 +129,8 @@ def opened(path: str | Path) -> TensorFile:
         file: Any = safe_open(path, framework="pt")
         names, about = tuple(file.keys()), file.metadata() or {}
     except (OSError, SafetensorError) as error:
-        raise PlanError(f"{path} holds no tensors: {error}\n  Name a safetensors file.") from None  # whose text quotes the file
+        # whose text quotes the file
+        raise PlanError(f"{path} holds no tensors: {error}\n  Name a safetensors file.") from None
     if not all(map(is_name, names)):
         raise damaged(path, "a tensor has a name that cannot be printed, or is very long")
     if RECORD not in about and SEAL not in about:
@@ -136,8 +139,11 @@ def opened(path: str | Path) -> TensorFile:
     return TensorFile(Path(path), file, names, *record_of(path, names, about))
 
 
-def record_of(path: str | Path, names: tuple[str, ...], about: Mapping[str, str]) -> tuple[Names, Names, tuple[str, ...]]:
-    """Returns digests, tied names and what is left out, as sbpc wrote them into a file's metadata. Raises PlanError if it is damaged."""
+def record_of(
+    path: str | Path, names: tuple[str, ...], about: Mapping[str, str]
+) -> tuple[Names, Names, tuple[str, ...]]:
+    """Returns digests, tied names and what is left out, as sbpc wrote them into a file's metadata. Raises PlanError
+    if it is damaged."""
     text = about.get(RECORD, "")
     if sealed(text) != about.get(SEAL):
         raise damaged(path, "its metadata is not what sbpc wrote")
@@ -171,7 +177,8 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
 
 
 def reader(path: str | Path, wanted: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
-    """Returns a function that reads one tensor of a safetensors file. Raises PlanError if one is absent or unlike the wanted one."""
+    """Returns a function that reads one tensor of a safetensors file. Raises PlanError if one is absent or unlike
+    the wanted one."""
     file = opened(path)
     stored = {**{name: name for name in file.names}, **file.tied}
     missing = [name for name in wanted if name not in stored]
@@ -201,7 +208,8 @@ def tree(
     frozen: Iterable[str] = (),
     left_out: Iterable[str] = (),
 ) -> nn.Module:
-    """Returns a module of plain modules that holds tensors under qualified names, those of `parameters` as parameters."""
+    """Returns a module of plain modules that holds tensors under qualified names, those of `parameters` as
+    parameters."""
     root = nn.Module()
     trained, fixed, unsaved = set(parameters), set(frozen), set(left_out)
     made = {name: nn.Parameter(x, name not in fixed) if name in trained else x for name, x in tensors.items()}

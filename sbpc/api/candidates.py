@@ -1,4 +1,5 @@
-"""The strategies of so many devices, and a guess of what each takes, by which the search looks at the most promising ones first."""
+"""The strategies of so many devices, and a guess of what each takes, by which the search looks at the most promising
+ones first."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ MOST = 4  # chunks on each stage: what more of them would hide of the bubble, th
 
 @dataclass(frozen=True)
 class Refused:
-    """A strategy without a row. reason: a sentence; needed: bytes of a rank where that is that it does not fit, else None."""
+    """A strategy without a row. reason: a sentence; needed: bytes of a rank where that is that it does not fit, else
+    None."""
 
     mesh: Mesh
     schedule: str
@@ -38,10 +40,10 @@ class Refused:
 class Candidate:
     """A strategy to be looked at.
 
-    floor: seconds that no layouts, stages or schedule beat: all flops at full speed, evenly over all ranks. least: that, with the bubble
-    of its schedule where stages are even. guess: seconds of a stage with the most blocks, with the bubble, and of what is boxed of
-    parameters and gradients. stored: by level of `sbpc.passes.stages.zero`, bytes of parameters, gradients and optimizer that a rank
-    has at least.
+    floor: seconds that no layouts, stages or schedule beat: all flops at full speed, evenly over all ranks. least:
+    that, with the bubble of its schedule where stages are even. guess: seconds of a stage with the most blocks, with
+    the bubble, and of what is boxed of parameters and gradients. stored: by level of `sbpc.passes.stages.zero`,
+    bytes of parameters, gradients and optimizer that a rank has at least.
     """
 
     mesh: Mesh
@@ -54,7 +56,8 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[int, int]:
-        """The ranks of pipe and of tensor: how much longer than its guess a strategy takes depends on these most of all."""
+        """The ranks of pipe and of tensor: how much longer than its guess a strategy takes depends on these most of
+        all."""
         return self.mesh.sizes[0], self.mesh.sizes[2]
 
     @property
@@ -68,23 +71,32 @@ class Candidate:
 
 
 def candidates(
-    task: Task, lengths: dict[str, int], devices: int, cluster: Cluster | str | None, stages: bool, microbatches: bool,
-    optimizer: str | None, memory: float | None,
-) -> list[Candidate]:  # fmt: skip
+    task: Task,
+    lengths: dict[str, int],
+    devices: int,
+    cluster: Cluster | str | None,
+    stages: bool,
+    microbatches: bool,
+    optimizer: str | None,
+    memory: float | None,
+) -> list[Candidate]:
     """Returns the strategies of `devices` ranks, those that may be fastest first.
 
-    Stages: divisors of the devices. Ranks of tensor: inside a node. Micro-batches: divisors of the batch that give every rank of data
-    1, 2, 4, ... samples. Chunks on each stage: up to `MOST`.
+    Stages: divisors of the devices. Ranks of tensor: inside a node. Micro-batches: divisors of the batch that give
+    every rank of data 1, 2, 4, ... samples. Chunks on each stage: up to `MOST`.
     """
     batch, calls = Model(task.gm).batch, [node for node in task.gm.graph.nodes if node.op == "call_function"]
     blocks = sum(lengths.values()) or 1
-    matches = ((node.meta.get("module") or "", node.meta["match"]) for node in calls if node.meta.get("match") is not None)
+    matches = (
+        (node.meta.get("module") or "", node.meta["match"]) for node in calls if node.meta.get("match") is not None
+    )
     work = total(lengths, ((module, float(match.flops(match.sizes))) for module, match in matches if not match.view))
     parameters = ((port.name, node) for port, node in placeholders(task.gm).items() if port.kind == PARAMETER)
     stored = total(lengths, ((name, node.meta["val"].nbytes) for name, node in parameters))
     places, sheet = places_of(task.gm), Mesh(cluster=cluster, **{PIPE: devices}).cluster
     times = [block_times(lengths, block) for block in blocks_at(places)]
-    seconds = functools.cache(lambda parts: float(work_at(places, sheet, parts) @ np.array(times)))  # with so many parts of every call
+    # with so many parts of every call
+    seconds = functools.cache(lambda parts: float(work_at(places, sheet, parts) @ np.array(times)))
     found = []
     for pipe in divisors(devices) if stages else [1]:
         if pipe > blocks:
@@ -100,15 +112,22 @@ def candidates(
                     least = floor * (1 + (pipe - 1) / (count * chunks))
                     share = stored / (pipe * tensor)
                     held = (share * (2 + OPTIMIZER_STATE[optimizer]), 2 * share, share, 0.0)
-                    gathers = 3 * count if memory is not None and held[0] > memory else 2  # sharded: forward, backward, gradient
-                    computes = seconds(count * devices // pipe) * math.ceil(blocks / (pipe * chunks)) / blocks * (count * chunks + pipe - 1)
+                    # sharded: forward, backward, gradient
+                    gathers = 3 * count if memory is not None and held[0] > memory else 2
+                    computes = (
+                        seconds(count * devices // pipe)
+                        * math.ceil(blocks / (pipe * chunks))
+                        / blocks
+                        * (count * chunks + pipe - 1)
+                    )
                     guess = computes + gathers * share / mesh.link((1,), "all_gather")[1] * (mesh.sizes[1] > 1)
                     found.append(Candidate(mesh, schedule, count, floor, least, guess, held))
     return sorted(found, key=lambda each: (each.guess, each.mesh.sizes, each.microbatches, each.schedule))
 
 
 def schedules(pipe: int, count: int, blocks: int) -> Iterator[str]:
-    """Yields the schedules of `count` micro-batches that keep all stages busy, up to `MOST` chunks of the blocks on each stage.
+    """Yields the schedules of `count` micro-batches that keep all stages busy, up to `MOST` chunks of the blocks on
+    each stage.
 
     >>> list(schedules(4, 8, 12)), list(schedules(4, 6, 12))
     (['1f1b', 'interleaved:2', 'interleaved:3'], ['1f1b'])
@@ -119,7 +138,8 @@ def schedules(pipe: int, count: int, blocks: int) -> Iterator[str]:
 
 
 def counts(batch: int, data: int) -> list[int]:
-    """Returns the numbers of micro-batches with which each of `data` ranks has a power of two of samples, the batch at most.
+    """Returns the numbers of micro-batches with which each of `data` ranks has a power of two of samples, the batch
+    at most.
 
     >>> counts(48, 2)
     [24, 12, 6, 3]
@@ -134,11 +154,13 @@ def divisors(number: int) -> list[int]:
 
 
 def block_times(lengths: dict[str, int], block: str) -> int:
-    """Returns for how many blocks of the whole model one of the short copy stands: the second of a list for all but the first."""
+    """Returns for how many blocks of the whole model one of the short copy stands: the second of a list for all but
+    the first."""
     folder, _, place = block.rpartition(".")
     return lengths[folder] - 1 if folder in lengths and place == "1" else 1
 
 
 def total(lengths: dict[str, int], sizes: Iterable[tuple[str, float]]) -> float:
-    """Returns the sum of sizes over the whole model. sizes: of the short copy, each with a name that begins with its block's."""
+    """Returns the sum of sizes over the whole model. sizes: of the short copy, each with a name that begins with its
+    block's."""
     return sum(size * block_times(lengths, block_of(name)) for name, size in sizes)

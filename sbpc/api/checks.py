@@ -35,18 +35,24 @@ def check_mesh(mesh: Any) -> None:
 
 
 def with_options(function: Callable[..., T]) -> Callable[..., T]:
-    """Gives a function whose last argument is `**options` the keywords of `Options`, and its docstring what they mean."""
+    """Gives a function whose last argument is `**options` the keywords of `Options`, and its docstring what they
+    mean."""
     signature = inspect.signature(function)
     own = [each for each in signature.parameters.values() if each.kind != each.VAR_KEYWORD]
     more = [inspect.Parameter(each.name, own[-1].kind, default=each.default, annotation=each.type) for each in KEYWORDS]
     function.__signature__ = signature.replace(parameters=own + more)  # type: ignore[attr-defined]
-    texts = [textwrap.wrap(f"{each.name:10} {each.metadata['doc']}", WIDTH, subsequent_indent=" " * 11) for each in KEYWORDS]
-    function.__doc__ = (function.__doc__ or "").replace("{options}", "\n    ".join(line for text in texts for line in text))
+    texts = [
+        textwrap.wrap(f"{each.name:10} {each.metadata['doc']}", WIDTH, subsequent_indent=" " * 11) for each in KEYWORDS
+    ]
+    function.__doc__ = (function.__doc__ or "").replace(
+        "{options}", "\n    ".join(line for text in texts for line in text)
+    )
     return function
 
 
 def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
-    """Returns the options of a plan. Raises SbpcError for what is of the wrong kind or cannot be planned, before anything is captured.
+    """Returns the options of a plan. Raises SbpcError for what is of the wrong kind or cannot be planned, before
+    anything is captured.
 
     mesh: that of the plan, None where there are many.
     """
@@ -66,10 +72,14 @@ def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
         stages=(known.stages, "a text", "None"),
     )
     layouts = [(f"pin {name!r}", layout) for name, layout in (known.pin or {}).items()]
-    layouts += [(kind, layout) for kind in ("inputs", "outputs") for layout in getattr(known, kind) or () if layout is not None]
+    layouts += [
+        (kind, layout) for kind in ("inputs", "outputs") for layout in getattr(known, kind) or () if layout is not None
+    ]
     for name, layout in layouts:
         if not isinstance(layout, (str, Layout)):
-            raise PinError(f"{name}: {shown(layout)} is no layout\n  A layout is a text such as 'S(0)@data', or a sbpc.Layout.")
+            raise PinError(
+                f"{name}: {shown(layout)} is no layout\n  A layout is a text such as 'S(0)@data', or a sbpc.Layout."
+            )
     for name in ("microbatches", "panels"):
         count = getattr(known, name)
         if count is not None and (not is_number(count, Integral) or count < 1):
@@ -115,4 +125,6 @@ def check_parts(gm: GraphModule, options: Options) -> None:
     pinned = values_pinned(gm, options.pin)
     if pinned or options.dynamic is not None:
         what = f"the pin {pinned[0]!r} of a value" if pinned else "dynamic="
-        raise PlanError(f"{what} with microbatches=\n  Pin parameters alone and name no dims, or plan with microbatches=1.")
+        raise PlanError(
+            f"{what} with microbatches=\n  Pin parameters alone and name no dims, or plan with microbatches=1."
+        )

@@ -32,14 +32,15 @@ ABOUT = ("train", "model", "dtype", "eval", "left_out", "guards")  # what the op
 
 
 def load(path: str | Path) -> Any:
-    """Returns the plan that `Plan.save` wrote. Reading it runs no code of the file's, and what it holds is checked: it may be a stranger's.
+    """Returns the plan that `Plan.save` wrote. Reading it runs no code of the file's, and what it holds is checked:
+    it may be a stranger's.
 
-    Its graph calls only ops that have a rule, and a few others that check their operands (`sbpc.plans.file_graph`). If it has ops of
-    your own, register them and their rules first.
+    Its graph calls only ops that have a rule, and a few others that check their operands (`sbpc.plans.file_graph`).
+    If it has ops of your own, register them and their rules first.
 
-    It can be printed, verified, simulated and given to `sbpc.parallelize`; `certify` and `check_bound` need a plan that was made
-    here. A plan with stages comes back as one. Raises PlanError if the file is no plan, is damaged, or does not fit this version of
-    sbpc or torch.
+    It can be printed, verified, simulated and given to `sbpc.parallelize`; `certify` and `check_bound` need a plan
+    that was made here. A plan with stages comes back as one. Raises PlanError if the file is no plan, is damaged, or
+    does not fit this version of sbpc or torch.
     """
     decoder = decode(path)
     with decoder.reading():
@@ -56,13 +57,14 @@ def load_module(
 ) -> nn.Module:
     """Returns the module that an exported file holds, as each rank runs it under torchrun, with DTensor parameters.
 
-    Neither planning nor the model's source is needed; see `Plan.export` and examples/04_export_and_run.py. step, executor and device:
-    as for `load_programs` and `sbpc.parallelize`. weights: a safetensors file, by default the one beside, with the same name and
-    .safetensors at its end; "zeros" for none, where a checkpoint is loaded afterwards.
+    Neither planning nor the model's source is needed; see `Plan.export` and examples/04_export_and_run.py. step,
+    executor and device: as for `load_programs` and `sbpc.parallelize`. weights: a safetensors file, by default the
+    one beside, with the same name and .safetensors at its end; "zeros" for none, where a checkpoint is loaded
+    afterwards.
 
-    Files of weights that sbpc writes hold the SHA-256 of each tensor, and each that is read is held to it (0.9 s for a GiB). Other
-    weights of the same shapes will do too, such as those of a converted checkpoint or of a stranger's file. A parameter that nothing
-    which the model returns depends on is not in the module, as no program reads it.
+    Files of weights that sbpc writes hold the SHA-256 of each tensor, and each that is read is held to it (0.9 s for
+    a GiB). Other weights of the same shapes will do too, such as those of a converted checkpoint or of a stranger's
+    file. A parameter that nothing which the model returns depends on is not in the module, as no program reads it.
 
     Raises PlanError as `load_programs` does, and if the weights are not those of the programs.
     """
@@ -70,11 +72,14 @@ def load_module(
 
 
 def load_exported(path: str | Path, step: str | None = None) -> Programs | Plan:
-    """Returns what a rank runs of an exported file: the programs of one step, or the plan of a loop, which writes those of its chunks."""
+    """Returns what a rank runs of an exported file: the programs of one step, or the plan of a loop, which writes
+    those of its chunks."""
     if decode(path).body["loop"] is None:
         return load_programs(path, step)
     if step not in (None, TRAIN):
-        raise PlanError(f"{path} holds stages of a pipeline, which train\n  Export a plan without stages for the forward alone.")
+        raise PlanError(
+            f"{path} holds stages of a pipeline, which train\n  Export a plan without stages for the forward alone."
+        )
     plan: Plan = load(path)
     return plan
 

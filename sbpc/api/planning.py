@@ -37,7 +37,8 @@ from sbpc.plans.plan import Plan
 from sbpc.plans.symbolic_sizes import name_dims
 
 STEP = ("kwargs", "loss", "targets", "train", "dtype", "capture", "dump")  # what `prepare` takes
-GAIN, EXPOSED = 2e-2, 5e-2  # fractions of the step: what parts must save, and what must be exposed before they are tried
+# fractions of the step: what parts must save, and what must be exposed before they are tried
+GAIN, EXPOSED = 2e-2, 5e-2
 FEW_CALLS = 1_500  # of a graph that is tried in two micro-batches, or in panels
 log = logging.getLogger("sbpc")
 
@@ -57,16 +58,18 @@ def plan(
     dump: str | Path | None = None,
     **options: Any,
 ) -> Plan:
-    """Returns the plan of one step of `model(*args, **kwargs)` on `mesh`: the fastest layouts, with a bound and a proof.
+    """Returns the plan of one step of `model(*args, **kwargs)` on `mesh`: the fastest layouts, with a bound and a
+    proof.
 
-    model and args may be on the meta device: no op is computed, nothing is allocated. A model that returns a scalar is its own
-    loss. Otherwise `loss` makes one: the step is `loss(model(*args, **kwargs), *targets)`, and `sbpc.simulate` and the module
-    from `sbpc.parallelize` take `(*args, *targets)`. Without it, the gradients of the outputs come from outside: call the
-    parallel module, and `backward` on a loss of your own. A plan holds for the shapes of args, for train or eval mode as the
-    modules are in now, for the code of your own forwards, and for the numbers that they, your hooks and `loss` read from attributes,
-    globals and free variables: with others it is refused, so make those that change buffers or arguments. Attributes of the loss and of
-    hooks are looked at in the process that made the plan. A forward that counts its calls in an attribute or a global, keeps a tensor in
-    one, or draws random numbers of Python or numpy, is refused, and so are hooks on parameters.
+    model and args may be on the meta device: no op is computed, nothing is allocated. A model that returns a scalar
+    is its own loss. Otherwise `loss` makes one: the step is `loss(model(*args, **kwargs), *targets)`, and
+    `sbpc.simulate` and the module from `sbpc.parallelize` take `(*args, *targets)`. Without it, the gradients of the
+    outputs come from outside: call the parallel module, and `backward` on a loss of your own. A plan holds for the
+    shapes of args, for train or eval mode as the modules are in now, for the code of your own forwards, and for the
+    numbers that they, your hooks and `loss` read from attributes, globals and free variables: with others it is
+    refused, so make those that change buffers or arguments. Attributes of the loss and of hooks are looked at in the
+    process that made the plan. A forward that counts its calls in an attribute or a global, keeps a tensor in one,
+    or draws random numbers of Python or numpy, is refused, and so are hooks on parameters.
 
     train      forward and backward, else the forward alone. To evaluate beside training, plan `model.eval()` with `train=False,
                pin=plan.parameters`; see `evaluate` of `sbpc.parallelize`.
@@ -75,18 +78,19 @@ def plan(
     dump       a folder for the text of the graph after every pass.
     {options}
 
-    The logger "sbpc" tells the seconds of each pass at INFO, "sbpc.progress" what the search is at, at DEBUG. An op without a
-    rule runs whole on every rank, and `plan.notes` says so; see `sbpc.rule` and `sbpc.probe`.
+    The logger "sbpc" tells the seconds of each pass at INFO, "sbpc.progress" what the search is at, at DEBUG. An op
+    without a rule runs whole on every rank, and `plan.notes` says so; see `sbpc.rule` and `sbpc.probe`.
 
     >>> import sbpc, torch
     >>> with torch.device("meta"):
     ...     model, x = torch.nn.Linear(16, 64), torch.empty(32, 16)
-    >>> plan = sbpc.plan(model, (x,), sbpc.Mesh(p=2), pin={"weight": "B"}, dynamic={"weight": ("4*h", "h")}, objective="serial")
+    >>> plan = sbpc.plan(model, (x,), sbpc.Mesh(p=2), pin={"weight": "B"}, dynamic={"weight": ("4*h", "h")},
+    objective="serial")
     >>> plan.layout("weight"), plan.cost.gap, sorted(map(str, plan.cost.bytes_expr["p"].free_symbols))
     ([B], 0.0, ['h', 'p'])
 
-    Raises CaptureError if the model is not one graph, PinError for pins that match nothing or cannot be met, LayoutError,
-    MemoryLimitError if nothing fits into `memory`, SbpcError for a bad option. Each says what to do.
+    Raises CaptureError if the model is not one graph, PinError for pins that match nothing or cannot be met,
+    LayoutError, MemoryLimitError if nothing fits into `memory`, SbpcError for a bad option. Each says what to do.
     """
     check_mesh(mesh)
     asked = checked(mesh, train=train, **options)
@@ -107,9 +111,10 @@ def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, **opt
     "agarwal"           a 3-D product on the last three axes (Agarwal et al. 1995; Singh et al. 2024)
     "one weird trick"   convolutions split the batch, linear layers are columns then rows (Krizhevsky 2014)
 
-    What a scheme leaves open is solved, so this is the best plan of its kind. Where nothing overlaps (`objective="serial"`) no plan
-    of `sbpc.plan` is slower than the best of these, except where all nodes together have more than 100,000 choices (a large model,
-    or a few layers on four axes): there it may be slower by a gap below 3 %.
+    What a scheme leaves open is solved, so this is the best plan of its kind. Where nothing overlaps
+    (`objective="serial"`) no plan of `sbpc.plan` is slower than the best of these, except where all nodes together
+    have more than 100,000 choices (a large model, or a few layers on four axes): there it may be slower by a gap
+    below 3 %.
 
     Raises PlanError if the scheme does not fit the model or the mesh, and what `sbpc.plan` raises.
     """
@@ -129,7 +134,8 @@ class Task:
     about: dict[str, Any]  # what every plan's options say: the model's name and modes, train, autocast
 
     def planned(self, mesh: Mesh, options: Options) -> Plan:
-        """Returns the plan with stages along an axis; without one that of a loop, where micro-batches are asked for and the step is one."""
+        """Returns the plan with stages along an axis; without one that of a loop, where micro-batches are asked for
+        and the step is one."""
         if options.stages is not None or (self.about["train"] and may_loop(options)):
             try:
                 return plan_stages(self.gm, self.stages, mesh, replace(options, **self.about))
@@ -143,6 +149,7 @@ class Task:
     def plan(self, mesh: Mesh, asked: Options) -> Plan:
         """Returns the plan on `mesh` in one piece, without stages."""
         if asked.recompute == AUTO and asked.forms is None:
+
             def planned(**other: Any) -> Plan:
                 return Task(rebuild(self.gm), self.stages, self.about).plan(mesh, replace(asked, **other))
 
@@ -176,7 +183,8 @@ class Task:
         return made
 
     def rewritten(self, mesh: Mesh, forms: Mapping[str, str], asked: Options) -> tuple[GraphModule, GraphModule | None]:
-        """Returns the graph that computes again what `forms` say and works on micro-batches, and that without these if it does."""
+        """Returns the graph that computes again what `forms` say and works on micro-batches, and that without these
+        if it does."""
         gm = self.gm
         if forms:
             gm = self.stages.run("recompute", gm, forms)
@@ -193,7 +201,9 @@ class Task:
         options = replace(plan.options, microbatches=2)
         try:
             with self.stages.timed("microbatches"):
-                halves = in_halves(plan, asked, options, lambda gm, a: make_plan(gm, plan.mesh, a, 0.0, options.in_order, self.stages))
+                halves = in_halves(
+                    plan, asked, options, lambda gm, a: make_plan(gm, plan.mesh, a, 0.0, options.in_order, self.stages)
+                )
         except (PlanError, PinError, LayoutError):  # the batch cannot be halved, or not beside the pins
             return plan
         fits = options.memory is None or halves.cost.memory["total"] <= options.memory
@@ -224,7 +234,8 @@ class Task:
         return made
 
     def fitting(self, free: Plan, error: MemoryLimitError, options: Options, panels: int | None) -> Plan:
-        """Returns a plan that fits by its panels, else raises the error of a search without any. free: the plan without a limit."""
+        """Returns a plan that fits by its panels, else raises the error of a search without any. free: the plan
+        without a limit."""
         with self.stages.timed("panels"):
             if (plan := fitting_in_panels(free, error.nearest, options, panels, self.maker(free))) is None:
                 raise error
@@ -241,7 +252,12 @@ def may_gain(plan: Plan) -> bool:
     Not on the ideal cluster, where a kernel of half the size takes half the time however small it is.
     """
     options = plan.options
-    if not options.overlaps or plan.mesh.cluster.name == "ideal" or options.baseline is not None or options.dynamic is not None:
+    if (
+        not options.overlaps
+        or plan.mesh.cluster.name == "ideal"
+        or options.baseline is not None
+        or options.dynamic is not None
+    ):
         return False
     return few_calls(plan.annotated) and plan.cost.exposed_seconds > EXPOSED * plan.cost.seconds
 
@@ -273,10 +289,17 @@ def conflicting_pins(gm: GraphModule, mesh: Mesh, options: Options) -> SbpcError
 
 @uncollected()
 def prepare(
-    model: nn.Module, args: Sequence[Any], *,
-    kwargs: Mapping[str, Any] | None = None, loss: Callable[..., Any] | None = None, targets: Sequence[Any] = (),
-    train: bool = True, dtype: Any = None, capture: str = "light", dump: str | Path | None = None,
-) -> Task:  # fmt: skip
+    model: nn.Module,
+    args: Sequence[Any],
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    targets: Sequence[Any] = (),
+    train: bool = True,
+    dtype: Any = None,
+    capture: str = "light",
+    dump: str | Path | None = None,
+) -> Task:
     """Captures and annotates a step. Arguments are those of `plan`."""
     check_kinds(
         model=(model, "an nn.Module"),
@@ -290,7 +313,9 @@ def prepare(
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
     targets = tuple(targets) if isinstance(targets, (tuple, list)) else (targets,)
     stages = Stages(None if dump is None else Path(dump))
-    captured = stages.run("capture", model, args, kwargs, loss=loss, targets=targets, train=train, dtype=dtype, method=capture)
+    captured = stages.run(
+        "capture", model, args, kwargs, loss=loss, targets=targets, train=train, dtype=dtype, method=capture
+    )
     gc.collect(0)  # the tracer leaves cycles, of a large model several times as many objects as its graph has
     about = {
         "train": train,

@@ -25,28 +25,32 @@ Forms = Mapping[str, str]  # by block, what its backward computes again
 
 
 def forms_of(gm: GraphModule, form: str) -> Forms:
-    """Returns one form for all blocks. Raises PlanError if there is no block in which anything can be computed again."""
+    """Returns one form for all blocks. Raises PlanError if there is no block in which anything can be computed
+    again."""
     if form == NONE or not any(map(is_late, gm.graph.nodes)):
         return {}
     forms = dict.fromkeys(blocks_of(gm).values(), form)
     if not forms:
         raise PlanError(
             f"recompute={form!r}, and the model has no block whose backward reads values of its own forward\n"
-            "  Make the parts that are to be computed again modules, in a list or as children of the model, or leave it out."
+            "  Make the parts that are to be computed again modules, in a list or as children of the model, or leave "
+            "it out."
         )
     return forms
 
 
 def least_recompute(
     gm: GraphModule, memory: float | None, planned: Callable[..., Plan], quick: Mapping[str, Any]
-) -> Plan:  # fmt: skip
-    """Returns the plan in which blocks compute again where `memory` asks for it: none if it fits without, else the fastest that was found.
+) -> Plan:
+    """Returns the plan in which blocks compute again where `memory` asks for it: none if it fits without, else the
+    fastest that was found.
 
-    gm: the annotated graph. planned: plans with `forms` and other options of `Task.plan`. quick: options with which a plan takes
-    about as many bytes and less time to make. What a form saves is seen from a plan without a limit in which all blocks have it; with
-    fewer blocks bytes are taken to be linear in their number. That gives the fewest blocks that may fit, but what little room they
-    leave may cost more than computing again: overlap, gathered copies. So the search under the limit is done with all blocks, then
-    half the way to the fewest, then with the fewest, as long as plans get faster. Raises MemoryLimitError.
+    gm: the annotated graph. planned: plans with `forms` and other options of `Task.plan`. quick: options with which
+    a plan takes about as many bytes and less time to make. What a form saves is seen from a plan without a limit in
+    which all blocks have it; with fewer blocks bytes are taken to be linear in their number. That gives the fewest
+    blocks that may fit, but what little room they leave may cost more than computing again: overlap, gathered
+    copies. So the search under the limit is done with all blocks, then half the way to the fewest, then with the
+    fewest, as long as plans get faster. Raises MemoryLimitError.
     """
     free = planned(forms={}, memory=None)
     if memory is None:
@@ -90,7 +94,8 @@ def reachable(plan: Plan) -> float:
 
 
 def first_step(rungs: Sequence[tuple[str, float]], blocks: int, memory: float) -> int:
-    """Returns the least number of changes of one block to the next form after which no more than `memory` is held; all if none is.
+    """Returns the least number of changes of one block to the next form after which no more than `memory` is held;
+    all if none is.
 
     rungs: forms, and the bytes that are held where all blocks have them, falling.
 
@@ -104,11 +109,13 @@ def first_step(rungs: Sequence[tuple[str, float]], blocks: int, memory: float) -
 
 
 def forms_at(rungs: Sequence[tuple[str, float]], names: Sequence[str], step: int) -> Forms:
-    """Returns the forms after so many changes of one block to the next form, the first block first: what a late one drops is
-    made again while much else is alive.
+    """Returns the forms after so many changes of one block to the next form, the first block first: what a late one
+    drops is made again while much else is alive.
 
     >>> forms_at([("none", 100.0), ("selective", 60.0), ("full", 20.0)], ["a", "b"], 3)
     {'a': 'full', 'b': 'selective'}
     """
     forms = [form for form, _ in rungs]
-    return {name: forms[min((step + len(names) - 1 - at) // len(names), len(forms) - 1)] for at, name in enumerate(names)}
+    return {
+        name: forms[min((step + len(names) - 1 - at) // len(names), len(forms) - 1)] for at, name in enumerate(names)
+    }

@@ -1,4 +1,5 @@
-"""Make a short copy of a model: of every list of equal blocks the first two, so that a search need not capture all of them."""
+"""Make a short copy of a model: of every list of equal blocks the first two, so that a search need not capture all
+of them."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ KEPT = 2  # blocks of a list
 
 
 def short_model(model: nn.Module) -> tuple[nn.Module, dict[str, int]]:
-    """Returns a copy of the tree of modules with the first KEPT blocks of each list of equal ones, and by list how many there were.
+    """Returns a copy of the tree of modules with the first KEPT blocks of each list of equal ones, and by list how
+    many there were.
 
-    Parameters and hooks are shared with the model. Blocks are equal if they are of one class with parameters of equal names,
-    shapes and dtypes. Lists inside of blocks stay as they are.
+    Parameters and hooks are shared with the model. Blocks are equal if they are of one class with parameters of
+    equal names, shapes and dtypes. Lists inside of blocks stay as they are.
     """
     lengths = dict(lists_of(model, ""))
     return copied(model, "", lengths), lengths
@@ -44,6 +46,8 @@ def copied(module: nn.Module, path: str, lengths: dict[str, int]) -> nn.Module:
     for key, value in vars(module).items():
         new.__dict__[key] = dict(value) if type(value) is dict else value
     kept = list(vars(module)["_modules"].items())[: KEPT if path in lengths else None]
-    below = {name: None if child is None else copied(child, f"{path}.{name}".lstrip("."), lengths) for name, child in kept}
+    below = {
+        name: None if child is None else copied(child, f"{path}.{name}".lstrip("."), lengths) for name, child in kept
+    }
     new.__dict__["_modules"] = below if path not in lengths else dict(kept)
     return new

@@ -36,7 +36,8 @@ SPARING = "megatron+sp"  # the expert whose layouts take fewest bytes
 
 @uncollected()
 def plan_stages(gm: GraphModule, clocks: Stages, mesh: Mesh, asked: Options) -> Plan:
-    """Returns the plan of an annotated step with stages along an axis of `mesh`, or of a loop over micro-batches where that is None."""
+    """Returns the plan of an annotated step with stages along an axis of `mesh`, or of a loop over micro-batches
+    where that is None."""
     if asked.recompute == AUTO:
         forms = (NONE, SELECTIVE, FULL) if blocks_of(gm) else (NONE,)
         return least(forms, lambda form: plan_stages(gm, clocks, mesh, replace(asked, recompute=form)))
@@ -82,11 +83,22 @@ def plan_stages(gm: GraphModule, clocks: Stages, mesh: Mesh, asked: Options) -> 
 
 def of_body(asked: Options) -> Options:
     """Returns the options of the plans of chunks and of the body of a loop: one micro-batch, on the mesh of a stage."""
-    return replace(asked, memory=None, objective=SERIAL, microbatches=1, panels=1, stages=None, recompute=NONE, dynamic=None, guards={})
+    return replace(
+        asked,
+        memory=None,
+        objective=SERIAL,
+        microbatches=1,
+        panels=1,
+        stages=None,
+        recompute=NONE,
+        dynamic=None,
+        guards={},
+    )
 
 
 def search(whole: Plan, options: Options, count: int, clocks: Stages) -> Callable[[float], Plan]:
-    """Returns what plans a body under limits of bytes, one after the other, and as if parameters were boxed in every micro-batch.
+    """Returns what plans a body under limits of bytes, one after the other, and as if parameters were boxed in every
+    micro-batch.
 
     whole: the plan of the body without a limit.
     """
@@ -103,10 +115,11 @@ def search(whole: Plan, options: Options, count: int, clocks: Stages) -> Callabl
 
 
 def beside(plan: Plan, asked: Wishes) -> list[Plan]:
-    """Returns the plan of a body and one at other weights of its streams, with the bound of steps where collectives run beside computing.
+    """Returns the plan of a body and one at other weights of its streams, with the bound of steps where collectives
+    run beside computing.
 
-    The weights lie between equal ones, whose layouts are good ones, and those at which the plan costs most, whose bound is. asked: what
-    the user wants of the body.
+    The weights lie between equal ones, whose layouts are good ones, and those at which the plan costs most, whose
+    bound is. asked: what the user wants of the body.
     """
     mesh, streams = plan.mesh, streams_of(plan.mesh)
     if len(streams) == 1:
@@ -130,10 +143,18 @@ def beside(plan: Plan, asked: Wishes) -> list[Plan]:
 
 
 def short_plans(
-    loop: Loop, clocks: Stages, about: Mapping[str, Any], inner: Mesh, axis: str, optimizer: str | None, baseline: str | None = None
+    loop: Loop,
+    clocks: Stages,
+    about: Mapping[str, Any],
+    inner: Mesh,
+    axis: str,
+    optimizer: str | None,
+    baseline: str | None = None,
 ) -> tuple[list[str], Callable[[int], Plan]]:
-    """Returns the blocks of a model, and what makes the plan of its step with each of them a stage along `axis`, all parameters at a level
-    of `sbpc.passes.stages.zero`. inner: the mesh of a stage. baseline: the expert to follow. The plan of a level is made once."""
+    """Returns the blocks of a model, and what makes the plan of its step with each of them a stage along `axis`, all
+    parameters at a level of `sbpc.passes.stages.zero`. inner: the mesh of a stage. baseline: the expert to follow.
+    The plan of a level is made once.
+    """
     options = of_body(Options(optimizer=optimizer, baseline=baseline, **about))
     body = rebuild(loop.body)
     body.meta[ONCE] = dict.fromkeys((PARAMETER, GRADIENT), 1 / loop.count)
@@ -158,7 +179,8 @@ def short_plans(
 
 
 def least(forms: Sequence[str], planned: Callable[[str], Plan]) -> Plan:
-    """Returns the plan of the first form of recompute with which all stages fit. Raises MemoryLimitError, of that which takes least."""
+    """Returns the plan of the first form of recompute with which all stages fit. Raises MemoryLimitError, of that
+    which takes least."""
     errors = []
     for form in forms:
         try:

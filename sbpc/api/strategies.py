@@ -1,7 +1,9 @@
-"""Search whole strategies: stages of a pipeline, layouts inside a stage, micro-batches and recompute, ranked by predicted seconds.
+"""Search whole strategies: stages of a pipeline, layouts inside a stage, micro-batches and recompute, ranked by
+predicted seconds.
 
-What a block costs is measured on a model with two blocks of each list, planned once for every mesh of a stage and size of micro-batch.
-The seconds of any number of stages and blocks are put together from that; the plan of a row is made when it is asked for.
+What a block costs is measured on a model with two blocks of each list, planned once for every mesh of a stage and
+size of micro-batch. The seconds of any number of stages and blocks are put together from that; the plan of a row is
+made when it is asked for.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class TooLarge(MemoryLimitError):
     def __init__(self, needed: int, memory: float, what: str) -> None:
         self.needed = needed
         super().__init__(
-            f"the strategy that needs least, {what}, takes {needed:,} bytes a rank, the limit is {memory:,.0f}: it lacks "
+            f"the strategy that needs least, {what}, takes {needed:,} bytes a rank, the limit is {memory:,.0f}: it "
+            "lacks "
             f"{needed - memory:,.0f}\n  Give more devices, or more memory."
         )
 
@@ -48,10 +51,11 @@ class TooLarge(MemoryLimitError):
 class StrategyRow:
     """A strategy and what a step is predicted to take. `plan` is made when it is asked for.
 
-    mesh: axes pipe, data and tensor. stages: ranks along pipe. cost: seconds of a step. Of these the busiest stage computes
-    compute_seconds, recompute_seconds among them, waits exposed_seconds for collectives and bubble_seconds for other stages. memory:
-    bytes of a rank by kind, "total" at the peak. lower_bound: what no strategy of the search takes less, those among them that have no
-    row. refused: the strategies without a row, each with the reason.
+    mesh: axes pipe, data and tensor. stages: ranks along pipe. cost: seconds of a step. Of these the busiest stage
+    computes compute_seconds, recompute_seconds among them, waits exposed_seconds for collectives and bubble_seconds
+    for other stages. memory: bytes of a rank by kind, "total" at the peak. lower_bound: what no strategy of the
+    search takes less, those among them that have no row. refused: the strategies without a row, each with the
+    reason.
     """
 
     mesh: Mesh
@@ -77,7 +81,8 @@ class StrategyRow:
 
 @dataclass
 class Search:
-    """The search of one model. task: the whole model, or how to capture it; short: that with two blocks a list; lengths: of the lists."""
+    """The search of one model. task: the whole model, or how to capture it; short: that with two blocks a list;
+    lengths: of the lists."""
 
     task: Callable[[], Task]
     short: Task
@@ -93,16 +98,19 @@ class Search:
     def rows(self, candidates: Sequence[Candidate], progress: Progress | None = None) -> list[StrategyRow]:
         """Returns the rows of candidates, best first, for so many CPU seconds: what seems fastest is looked at next.
 
-        A guess knows nothing but flops and parameters. So first each kind is looked at once, and then counts as many times as it took.
-        Each row has the bound of all candidates, whether they have a row or not: one that was refused might have been cut or laid out
-        otherwise. Raises MemoryLimitError if none fits, PlanError if none can be cut.
+        A guess knows nothing but flops and parameters. So first each kind is looked at once, and then counts as many
+        times as it took. Each row has the bound of all candidates, whether they have a row or not: one that was
+        refused might have been cut or laid out otherwise. Raises MemoryLimitError if none fits, PlanError if none
+        can be cut.
         """
         start, found, refused = time.process_time(), list[StrategyRow](), list[Refused]()
         errors, times, left = list[SbpcError](), dict[tuple[int, int], float](), list(candidates)
         for number in range(len(candidates)):
             best = min((row.cost for row in found), default=math.inf)
             late = bool(found) and time.process_time() - start > self.seconds
-            refused += [each.refused(SLOWER if each.least >= best else LATE) for each in left if late or each.least >= best]
+            refused += [
+                each.refused(SLOWER if each.least >= best else LATE) for each in left if late or each.least >= best
+            ]
             left = [] if late else [each for each in left if each.least < best]
             if not left:
                 break
@@ -115,7 +123,9 @@ class Search:
                 times[each.kind] = min(times.get(each.kind, math.inf), found[-1].cost / each.guess)
             except (MemoryLimitError, PlanError) as error:
                 errors.append(error)
-                why = (TOO_LARGE, error.needed) if isinstance(error, TooLarge) else (str(error).partition("\n")[0], None)
+                why = (
+                    (TOO_LARGE, error.needed) if isinstance(error, TooLarge) else (str(error).partition("\n")[0], None)
+                )
                 refused.append(each.refused(*why))
         if not found:
             raise closest_error(errors)
@@ -124,8 +134,8 @@ class Search:
         return [replace(row, lower_bound=bound, refused=tuple(refused)) for row in found]
 
     def row(self, each: Candidate) -> StrategyRow:
-        """Returns the fastest way of a candidate that fits, with as little recompute as can be. Only where none fits are parameters boxed
-        for every micro-batch."""
+        """Returns the fastest way of a candidate that fits, with as little recompute as can be. Only where none fits
+        are parameters boxed for every micro-batch."""
         forms = (NONE, SELECTIVE, FULL) if self.recompute == AUTO else (self.recompute,)
         looked_at = list[Estimate]()
         for levels, form in itertools.product(((0, 1), (2, 3)) if self.memory is not None else ((0,),), forms):
@@ -134,8 +144,16 @@ class Search:
             if fitting:
                 best = min((way.cost for way in fitting), key=lambda cost: cost.seconds)
                 make = functools.partial(self.planned, each, form)
-                seconds = best.seconds, best.compute_seconds, best.exposed_seconds, best.bubble_seconds, best.recompute_seconds
-                return StrategyRow(each.mesh, each.stages, each.schedule, each.microbatches, form, *seconds, best.memory, make)
+                seconds = (
+                    best.seconds,
+                    best.compute_seconds,
+                    best.exposed_seconds,
+                    best.bubble_seconds,
+                    best.recompute_seconds,
+                )
+                return StrategyRow(
+                    each.mesh, each.stages, each.schedule, each.microbatches, form, *seconds, best.memory, make
+                )
             looked_at += ways
         least = min(looked_at, key=lambda way: way.memory["total"])
         assert self.memory is not None
@@ -146,8 +164,8 @@ class Search:
         return self.memory is None or way.memory["total"] <= self.memory
 
     def ways(self, each: Candidate, form: str, levels: Sequence[int]) -> Iterator[Estimate]:
-        """Yields the candidate with the fastest layouts and, under a limit, an expert's that take fewest bytes, each with all parameters
-        at the first of some levels (`sbpc.passes.stages.zero`) at which it fits."""
+        """Yields the candidate with the fastest layouts and, under a limit, an expert's that take fewest bytes, each
+        with all parameters at the first of some levels (`sbpc.passes.stages.zero`) at which it fits."""
         for baseline in (None, SPARING) if self.memory is not None and each.mesh.sizes[2] > 1 else (None,):
             for level in levels:
                 if self.memory is not None and each.stored[level] > self.memory:
@@ -159,7 +177,11 @@ class Search:
                         break
                     raise
                 times = [block_times(self.lengths, block) for block in blocks]
-                yield (way := repeated(plan_at(level), times, each.mesh, PIPE, each.schedule, each.microbatches, each.floor))
+                yield (
+                    way := repeated(
+                        plan_at(level), times, each.mesh, PIPE, each.schedule, each.microbatches, each.floor
+                    )
+                )
                 if self.fits(way):
                     break
 
@@ -183,11 +205,14 @@ class Search:
         """Returns the plan of a row."""
         task = self.task()
         asked = Options(optimizer=self.optimizer, memory=self.memory, stages=PIPE, schedule=each.schedule, **task.about)
-        return plan_stages(task.gm, task.stages, each.mesh, replace(asked, microbatches=each.microbatches, recompute=form))
+        return plan_stages(
+            task.gm, task.stages, each.mesh, replace(asked, microbatches=each.microbatches, recompute=form)
+        )
 
 
 def closest_error(errors: Sequence[SbpcError]) -> SbpcError:
-    """Returns the error of a search without any row: where some strategies do not fit, that of the one that needs least."""
+    """Returns the error of a search without any row: where some strategies do not fit, that of the one that needs
+    least."""
     large = [error for error in errors if isinstance(error, TooLarge)]
     if large:
         return min(large, key=lambda error: error.needed)

@@ -59,34 +59,42 @@ def sweep(
     progress: Progress | None = None,
     **step: Any,
 ) -> list[Any]:
-    """Returns a row for every mesh of `devices` ranks with up to `axes` axes, best first: `.mesh`, `.plan` and `.cost`, a number.
+    """Returns a row for every mesh of `devices` ranks with up to `axes` axes, best first: `.mesh`, `.plan` and
+    `.cost`, a number.
 
-    Axes are called a, b, c, d, the last one having the fastest links. The step is captured once. Meshes that are mirror images
-    with the same links are tried once. A mesh on which the step does not fit into `memory` has no row. cluster: a `Cluster`, the
-    name of one, None for "ideal". step: what else `sbpc.plan` takes of a step (kwargs, loss, targets, train, dtype, capture).
-    The other options are those of `sbpc.plan`. progress: called with the number of the mesh, of how many, and the mesh.
+    Axes are called a, b, c, d, the last one having the fastest links. The step is captured once. Meshes that are
+    mirror images with the same links are tried once. A mesh on which the step does not fit into `memory` has no row.
+    cluster: a `Cluster`, the name of one, None for "ideal". step: what else `sbpc.plan` takes of a step (kwargs,
+    loss, targets, train, dtype, capture). The other options are those of `sbpc.plan`. progress: called with the
+    number of the mesh, of how many, and the mesh.
 
-    stages, microbatches, recompute: search whole strategies (`sbpc.api.strategies`): with stages of a pipeline, with several
-    micro-batches, with what `recompute` of `sbpc.plan` says. Rows are then a `StrategyRow` each: `.mesh` with the axes pipe, data and
-    tensor, `.stages`, `.schedule`, `.microbatches`, `.recompute`, `.cost` with what it is made of, `.lower_bound`, and `.plan`, which is
-    made when it is asked for. seconds: CPU seconds after which the search looks at no further strategy. What has no row stands in
-    `.refused` of every row, with the reason.
+    stages, microbatches, recompute: search whole strategies (`sbpc.api.strategies`): with stages of a pipeline, with
+    several micro-batches, with what `recompute` of `sbpc.plan` says. Rows are then a `StrategyRow` each: `.mesh`
+    with the axes pipe, data and tensor, `.stages`, `.schedule`, `.microbatches`, `.recompute`, `.cost` with what it
+    is made of, `.lower_bound`, and `.plan`, which is made when it is asked for. seconds: CPU seconds after which the
+    search looks at no further strategy. What has no row stands in `.refused` of every row, with the reason.
 
     >>> import sbpc, torch
     >>> rows = sbpc.sweep(torch.nn.Linear(8, 8), (torch.ones(4, 8),), devices=4, axes=1)
     >>> [row.mesh for row in rows], rows[0].cost == rows[0].plan.cost.seconds
     ([Mesh(a=4)], True)
 
-    Raises MeshError for a number of devices that is none, MemoryLimitError if the step fits on no mesh, and what `sbpc.plan`
-    raises.
+    Raises MeshError for a number of devices that is none, MemoryLimitError if the step fits on no mesh, and what
+    `sbpc.plan` raises.
     """
     check_devices(devices, axes, progress)
     options = checked(None, optimizer=optimizer, objective=objective, spread=spread, memory=memory, recompute=recompute)
     check_kinds(model=(model, "an nn.Module"))
-    check_kinds(stages=(stages, "True or False"), microbatches=(microbatches, "True or False"), seconds=(seconds, "a number of seconds"))
+    check_kinds(
+        stages=(stages, "True or False"),
+        microbatches=(microbatches, "True or False"),
+        seconds=(seconds, "a number of seconds"),
+    )
     if stages or microbatches or recompute != NONE:
         if spread or objective != "seconds":
-            raise SbpcError("spread= or objective= with a search of strategies\n  Leave it out: strategies are ranked by seconds.")
+            raise SbpcError(
+                "spread= or objective= with a search of strategies\n  Leave it out: strategies are ranked by seconds."
+            )
         short, lengths = short_model(model)
         whole = functools.cache(lambda: prepare(model, args, **step))
         search = Search(whole, prepare(short, args, **step), lengths, optimizer, memory, recompute, seconds)
@@ -141,8 +149,11 @@ def meshes(devices: int, cluster: Cluster | str | None, axes: int, stored: Seque
     for count in range(1, axes + 1):
         for sizes in factorisations(devices, count):
             mesh = Mesh(cluster=cluster, **dict(zip(AXES, sizes)))
-            uneven = any(may_cut(size, cut, False, True) != may_cut(size, cut, True, True)
-                         for size in stored for cut in subsets(sizes))  # fmt: skip
+            uneven = any(
+                may_cut(size, cut, False, True) != may_cut(size, cut, True, True)
+                for size in stored
+                for cut in subsets(sizes)
+            )
             by_links.setdefault(links(mesh) if uneven else min(links(mesh), links(mesh, -1)), mesh)
     return list(by_links.values())
 

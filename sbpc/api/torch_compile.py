@@ -48,14 +48,16 @@ warned: set[Mesh] = set()
 
 
 def sbpc(gm: GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """Returns what runs one graph of dynamo on this rank, for `torch.compile(model, backend="sbpc", options={"mesh": mesh})`.
+    """Returns what runs one graph of dynamo on this rank, for `torch.compile(model, backend="sbpc", options={"mesh":
+    mesh})`.
 
-    Start the script once per rank with torchrun; it stays the script of one device, and every rank gives the same weights
-    and batches: both are compared, see `sbpc.parallelize`. examples/03_torch_compile.py is one. options: "mesh", a
-    `sbpc.Mesh` or a DeviceMesh, is needed. "memory" and "objective" are as for `sbpc.plan`, "executor" is as for
-    `sbpc.parallelize`. Other shapes, modes or numbers are planned anew; the logger "sbpc" says why, at INFO.
+    Start the script once per rank with torchrun; it stays the script of one device, and every rank gives the same
+    weights and batches: both are compared, see `sbpc.parallelize`. examples/03_torch_compile.py is one. options:
+    "mesh", a `sbpc.Mesh` or a DeviceMesh, is needed. "memory" and "objective" are as for `sbpc.plan`, "executor" is
+    as for `sbpc.parallelize`. Other shapes, modes or numbers are planned anew; the logger "sbpc" says why, at INFO.
 
-    Raises SbpcError for unknown options, and what `sbpc.plan` raises. What it returns raises PlanError where the ranks differ.
+    Raises SbpcError for unknown options, and what `sbpc.plan` raises. What it returns raises PlanError where the
+    ranks differ.
     """
     mesh, options = checked(options or {})
     where = process_groups.start()
@@ -73,13 +75,16 @@ def sbpc(gm: GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any]
     runner = Runner(planned, executor, where)
     runner.same.names = lambda: lifted.names
     random = {"seed": agreed_seed(where), "step": 0}
-    fresh = compile_id()[1] == 0  # later, ops that add up in no fixed order may have left other bits in the weights of each rank
+    # later, ops that add up in no fixed order may have left other bits in the weights of each rank
+    fresh = compile_id()[1] == 0
 
     def run(*values: Any) -> Any:
         nonlocal fresh
         given = {port: value for port, value in zip(lifted.ports, values) if port is not None}
         if fresh:
-            check_weights({port.name.removeprefix("weights."): each for port, each in given.items() if port.kind != INPUT})
+            check_weights(
+                {port.name.removeprefix("weights."): each for port, each in given.items() if port.kind != INPUT}
+            )
             fresh = False
         return runner.run(given, random, runner.trains and torch.is_grad_enabled(), Apart)
 
@@ -95,7 +100,9 @@ def checked(options: Mapping[str, Any]) -> tuple[Mesh, dict[str, Any]]:
     mesh = options.get("mesh")
     mesh = Mesh.from_device_mesh(mesh) if isinstance(mesh, DeviceMesh) else mesh
     if not isinstance(mesh, Mesh):
-        raise SbpcError(f"the option mesh is {mesh!r}\n  Give options={{'mesh': sbpc.Mesh(data=2)}}. Options are\n{known}")
+        raise SbpcError(
+            f"the option mesh is {mesh!r}\n  Give options={{'mesh': sbpc.Mesh(data=2)}}. Options are\n{known}"
+        )
     return mesh, {key: value for key, value in options.items() if key != "mesh"}
 
 
@@ -114,8 +121,9 @@ def log_plan(gm: GraphModule, lifted: LiftedGraph, planned: Plan) -> None:
 class LiftedGraph(nn.Module):
     """A graph of dynamo as a module that has the parameters and buffers among the graph's inputs under their names.
 
-    inputs, names: fakes of the other tensors, and what the user calls them. ports: by input of the graph, None for a number.
-    numbers: by input, None for a tensor. A number is a constant of the plan, and to ask for its value makes dynamo guard it.
+    inputs, names: fakes of the other tensors, and what the user calls them. ports: by input of the graph, None for a
+    number. numbers: by input, None for a tensor. A number is a constant of the plan, and to ask for its value makes
+    dynamo guard it.
     """
 
     def __init__(self, gm: GraphModule, examples: Sequence[Any]) -> None:

@@ -1,7 +1,7 @@
 """Buckets: several collectives of one kind over the same ranks, written as one that moves their operands side by side.
 
-An operand is laid out as rows, one for each rank that gets a part of it; a bucket is the rows of all its operands, joined. What
-comes back are rows, too, one for each rank that sent a part, of which every member takes its columns.
+An operand is laid out as rows, one for each rank that gets a part of it; a bucket is the rows of all its operands,
+joined. What comes back are rows, too, one for each rank that sent a part, of which every member takes its columns.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from sbpc.mesh.states import Numbers, Shape
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 REDUCE, GATHER, SCATTER, EXCHANGE = (
-    c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default,
+    c10d.all_reduce.default,
+    c10d.all_gather_into_tensor.default,
+    c10d.reduce_scatter_tensor.default,
     c10d.all_to_all_single.default,
-)  # fmt: skip
+)
 COLLECTIVES = REDUCE, GATHER, SCATTER, EXCHANGE
 RANKS = {GATHER: 0, SCATTER: 1}  # where the number of ranks stands among the arguments behind the operand
 
@@ -30,8 +32,9 @@ RANKS = {GATHER: 0, SCATTER: 1}  # where the number of ranks stands among the ar
 class Bucket:
     """Collectives that go in one message.
 
-    name: of the first of them. op, args: the collective, and its arguments behind the operand. operands: by the name of a member
-    what it sends, contiguous, and the shape of that. Ranks that hold no part of a member, as all of its group do, do not send it.
+    name: of the first of them. op, args: the collective, and its arguments behind the operand. operands: by the name
+    of a member what it sends, contiguous, and the shape of that. Ranks that hold no part of a member, as all of its
+    group do, do not send it.
     """
 
     name: str
@@ -74,12 +77,14 @@ class Bucket:
             self.received = call(c10d.wait_tensor.default, self.received)
 
     def take(self, member: str, call: Callable[..., Any]) -> Any:
-        """Writes what a member receives, contiguous and in its shape. Ranks that hold no part of it do not call this."""
+        """Writes what a member receives, contiguous and in its shape. Ranks that hold no part of it do not call
+        this."""
         names = list(self.widths)
         ends = list(itertools.accumulate(self.widths.values()))
         at, (sent, rows) = names.index(member), self.rows
         start, end, shape = (ends[at - 1] if at else 0), ends[at], self.operands[member][1]
-        whole = [*(size * rows // sent for size in shape[:1]), *shape[1:]]  # a number has no dim, and is as large as it was
+        # a number has no dim, and is as large as it was
+        whole = [*(size * rows // sent for size in shape[:1]), *shape[1:]]
         if rows == 1:
             return call(aten.view.default, call(aten.slice.Tensor, self.received, 0, start, end), whole)
         columns = call(aten.slice.Tensor, call(aten.view.default, self.received, [rows, ends[-1]]), 1, start, end)

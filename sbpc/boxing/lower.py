@@ -25,9 +25,15 @@ c10d = torch.ops._c10d_functional
 
 
 def lower(
-    step: Step, x: Any, call: Callable[..., Any], shape: Numbers, sizes: Numbers, coordinates: Numbers,
-    position: Sequence[Any], group: Callable[[Axes], str],
-) -> Any:  # fmt: skip
+    step: Step,
+    x: Any,
+    call: Callable[..., Any],
+    shape: Numbers,
+    sizes: Numbers,
+    coordinates: Numbers,
+    position: Sequence[Any],
+    group: Callable[[Axes], str],
+) -> Any:
     """Emit `step` through `call(op, *args)` for the rank at `coordinates`; what the rank holds after it.
 
     x: what the rank holds of a tensor of `shape` on a mesh of `sizes`. position: by axis an int64 tensor of shape [1],
@@ -156,7 +162,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a step is emitted: this rank's shape after it, and the tensor of which the ranks of its group hold parts."""
+    """Where a step is emitted: this rank's shape after it, and the tensor of which the ranks of its group hold
+    parts."""
 
     step: Step
     after: Shape

@@ -1,8 +1,9 @@
 """Boxing: the cheapest way to take a tensor from one layout to another, in collectives and local steps.
 
-Which steps there are (see `sbpc.boxing.steps`) depends on the number of dims and axes alone; what they cost, on the shape and the
-mesh. The cheapest path goes through any layouts whatever, found on a graph whose nodes are all layouts and whose edges are
-all steps. Some lead through sums with zeros, where that is cheaper: exact, but for the sign of a zero.
+Which steps there are (see `sbpc.boxing.steps`) depends on the number of dims and axes alone; what they cost, on the
+shape and the mesh. The cheapest path goes through any layouts whatever, found on a graph whose nodes are all layouts
+and whose edges are all steps. Some lead through sums with zeros, where that is cheaper: exact, but for the sign of a
+zero.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def seconds(before: Layout, after: Layout, shape: Numbers, itemsize: int, mesh: 
 
 
 def closure(codes: Array, shape: Numbers, itemsize: int, mesh: Mesh) -> Array:
-    """Between each two layouts (by code), [n, n]: seconds of the cheapest path from row to column; inf where there is none."""
+    """Between each two layouts (by code), [n, n]: seconds of the cheapest path from row to column; inf where there
+    is none."""
     count = len(mesh.axes)
     states = states_of(codes, count)
     if ((states < WHOLE) & (states >= len(shape))).any():
@@ -82,7 +84,8 @@ def closure(codes: Array, shape: Numbers, itemsize: int, mesh: Mesh) -> Array:
 
 
 def alike(shape: Numbers, mesh: Mesh) -> Shape:
-    """A shape for which all boxings cost what they cost for this one: where every cut is even, dims are interchangeable."""
+    """A shape for which all boxings cost what they cost for this one: where every cut is even, dims are
+    interchangeable."""
     even = all(size % mesh.ranks == 0 for size in shape)
     return tuple(sorted(shape)) if even else tuple(shape)
 

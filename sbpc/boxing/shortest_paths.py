@@ -1,7 +1,8 @@
 """The cheapest totals over the edges of a graph: from some of its nodes to all, by the edges' prices.
 
-Totals are relaxed until nothing changes (Bellman and Ford): in machine code, where a C compiler was at hand when sbpc was
-installed, and in numpy elsewhere. Both add the prices of a path in its order, and so come to the same numbers.
+Totals are relaxed until nothing changes (Bellman and Ford): in machine code, where a C compiler was at hand when
+sbpc was installed, and in numpy elsewhere. Both add the prices of a path in its order, and so come to the same
+numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ except ImportError:
 
 
 class Edges:
-    """The edges of a graph, sorted by the nodes to which they lead; target, source [edges]: int64; nodes: how many, at least one."""
+    """The edges of a graph, sorted by the nodes to which they lead; target, source [edges]: int64; nodes: how many,
+    at least one."""
 
     def __init__(self, target: np.ndarray, source: np.ndarray, nodes: int) -> None:
         self.before = np.ascontiguousarray(source)

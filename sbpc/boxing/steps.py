@@ -102,9 +102,13 @@ def steps(layout: Layout, rank: int) -> Iterator[Step]:
 
 
 def wire(
-    step: Step, shape: Numbers, itemsize: int, sizes: Numbers, symbols: Sequence[Any] | None = None,
+    step: Step,
+    shape: Numbers,
+    itemsize: int,
+    sizes: Numbers,
+    symbols: Sequence[Any] | None = None,
     dims: Sequence[Any] = (),
-) -> tuple[Any, Any]:  # fmt: skip
+) -> tuple[Any, Any]:
     """Rounds, and bytes that the busiest rank (coordinates 0) sends, for a tensor of `shape` on a mesh of `sizes`.
 
     With `symbols` for the sizes of the axes the same as formulas: a cut is n/p where `sizes` divide, else ceiling(n/p).
@@ -146,7 +150,8 @@ def orders(cut: Axes) -> Axes:
 
 
 def all_steps(rank: int, states: Array, bits: Array) -> Iterator[tuple[Kind, Array, Array]]:
-    """The steps between these layouts, kind by kind: where each begins (numbers of layouts) and the code to which it leads."""
+    """The steps between these layouts, kind by kind: where each begins (numbers of layouts) and the code to which it
+    leads."""
     count = states.shape[1]
     for length, first in ((n, at) for n in range(1, count + 1) for at in range(count - n + 1)):
         axes, before = tuple(range(first, first + length)), states[:, first]

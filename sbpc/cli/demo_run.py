@@ -120,7 +120,8 @@ def batches(steps: int) -> Iterator[tuple[tuple[Tensor, Tensor], dict[str, Any]]
 
 
 def demo(folder: Path, steps: int, dtype: str, console: Console) -> dict[str, Any]:
-    """Plans, verifies, trains on the mesh and in one process, and compares. Returns the figures; "equal" is the verdict.
+    """Plans, verifies, trains on the mesh and in one process, and compares. Returns the figures; "equal" is the
+    verdict.
 
     Writes plan.sbpc, graph.svg, report.html and losses.json into `folder`.
     Raises SbpcError if the plan does not spread work or bytes over the mesh, or if a rank fails.
@@ -147,10 +148,19 @@ def demo(folder: Path, steps: int, dtype: str, console: Console) -> dict[str, An
     seconds = time.perf_counter() - began
     say(console, f"written {', '.join(map(str, files))}\n{seconds:.0f} s in all, {planning:.1f} s of them planning")
     return {
-        "equal": equal, "largest_relative_difference": difference, "tolerance": TOLERANCE[dtype], "losses": losses,
-        "parameters": count, "edges": edges, "flops_share": share, "bytes_sent": planned.cost.bytes_sent,
-        "seconds": seconds, "seconds_planning": planning, "seconds_training": training, "files": list(map(str, files)),
-    }  # fmt: skip
+        "equal": equal,
+        "largest_relative_difference": difference,
+        "tolerance": TOLERANCE[dtype],
+        "losses": losses,
+        "parameters": count,
+        "edges": edges,
+        "flops_share": share,
+        "bytes_sent": planned.cost.bytes_sent,
+        "seconds": seconds,
+        "seconds_planning": planning,
+        "seconds_training": training,
+        "files": list(map(str, files)),
+    }
 
 
 def say(console: Console, line: str) -> None:
@@ -185,7 +195,8 @@ def train_both(
 
 
 def compare(losses: dict[str, list[float]], dtype: str, console: Console) -> tuple[float, bool]:
-    """Prints both losses side by side. Returns the largest relative difference, and whether it is within the tolerance."""
+    """Prints both losses side by side. Returns the largest relative difference, and whether it is within the
+    tolerance."""
     one, parallel = losses.values()
     say(console, f"\n[bold]4. compare[/]  losses of the same {len(one)} batches\n")
     console.print(loss_table(one, parallel))
@@ -248,7 +259,8 @@ def rank(arguments: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def progress_bar(name: str, steps: int, console: Console) -> Iterator[Callable[[int, float], None]]:
-    """Gives a function that shows a step and its loss: in a bar on a terminal, in a line for every tenth step elsewhere."""
+    """Gives a function that shows a step and its loss: in a bar on a terminal, in a line for every tenth step
+    elsewhere."""
     loss = TextColumn("loss {task.fields[loss]}")
     columns = (TextColumn(f"{name:12}"), BarColumn(), MofNCompleteColumn(), loss, TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:

@@ -97,26 +97,38 @@ seconds = number(float, lambda wait: 0 < wait < math.inf, "number of seconds, as
 
 ON_A_MESH: dict[str, dict[str, Any]] = {  # keywords of `sbpc.plan` for one mesh, with what argparse makes of each
     "pin": {
-        "action": "append", "default": [], "metavar": "NAME=LAYOUT", "help": "as in '*.up.weight=S(0)@tensor'; may be given again",
+        "action": "append",
+        "default": [],
+        "metavar": "NAME=LAYOUT",
+        "help": "as in '*.up.weight=S(0)@tensor'; may be given again",
     },
     "objective": {
         "choices": OBJECTIVES,
-        "help": "what is to be least: seconds, where collectives run beside computing (the default); serial, where they do not; or bytes",
+        "help": "what is to be least: seconds, where collectives run beside computing (the default); serial, where "
+        "they do not; or bytes",
     },
     "microbatches": {
-        "type": positive, "metavar": "N", "help": "run the step in this many parts of the batch (default: 2 where that is faster, else 1)",
+        "type": positive,
+        "metavar": "N",
+        "help": "run the step in this many parts of the batch (default: 2 where that is faster, else 1)",
     },
     "panels": {
-        "type": positive, "metavar": "N",
-        "help": "cut products next to a collective into this many parts (default: 2, 4 or 8 where that is faster, else 1)",
+        "type": positive,
+        "metavar": "N",
+        "help": "cut products next to a collective into this many parts (default: 2, 4 or 8 where that is faster, "
+        "else 1)",
     },
-    "recompute": {"choices": RECOMPUTE, "help": "what a backward computes again instead of having it kept (default: none)"},
+    "recompute": {
+        "choices": RECOMPUTE,
+        "help": "what a backward computes again instead of having it kept (default: none)",
+    },
     "stages": {"metavar": "AXIS", "help": "cut the model into stages of a pipeline along this axis of the mesh"},
     "schedule": {
         "metavar": "NAME",
-        "help": f"the order in which stages work, {', '.join(SCHEDULES)} (default: {Options.schedule}); {INTERLEAVED}:3: 3 chunks on each",
+        "help": f"the order in which stages work, {', '.join(SCHEDULES)} (default: {Options.schedule}); "
+        f"{INTERLEAVED}:3: 3 chunks on each",
     },
-}  # fmt: skip
+}
 PLANNING = ("mesh", "cluster", "no_train", "memory", *ON_A_MESH, "dump")  # options that cannot change a finished plan
 
 
@@ -186,7 +198,9 @@ def plan_of(options: argparse.Namespace, target: str) -> tuple[Any, Target]:
     """Returns the plan that the options ask for, and the target, which is built only if the options are right."""
     split_target(target)
     if options.schedule and not options.stages:
-        raise SbpcError(f"--schedule {options.schedule} is of use with stages alone\n  Add --stages AXIS, or remove it.")
+        raise SbpcError(
+            f"--schedule {options.schedule} is of use with stages alone\n  Add --stages AXIS, or remove it."
+        )
     mesh = mesh_of(options)
     asked = {name: getattr(options, name) for name in ("optimizer", "memory", *ON_A_MESH)} | {"pin": pins_of(options)}
     if options.dump:
@@ -205,7 +219,8 @@ def target_of(options: argparse.Namespace, target: str) -> Target:
 
 
 def register(options: argparse.Namespace, target: str | None = None) -> None:
-    """Registers the rules that the options name, after the target's file, whose import registers the ops of these rules."""
+    """Registers the rules that the options name, after the target's file, whose import registers the ops of these
+    rules."""
     if target is not None:
         import_file(split_target(target)[0])
     for file in options.rules:

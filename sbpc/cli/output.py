@@ -39,7 +39,8 @@ def finite(value: Any) -> Any:
 
 
 def table_of(titles: Collection[str], left: Collection[str], **column: Any) -> Table:
-    """Returns an empty table without a frame. The columns named in `left` are aligned to the left, the others to the right."""
+    """Returns an empty table without a frame. The columns named in `left` are aligned to the left, the others to the
+    right."""
     table = Table(box=None, pad_edge=False)
     for title in titles:
         table.add_column(title, justify="left" if title in left else "right", **column)

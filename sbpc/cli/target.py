@@ -78,7 +78,8 @@ def split_target(text: str) -> tuple[Path, str]:
 
 
 def module_name(path: Path) -> tuple[Path, str]:
-    """Returns the folder to import a file from and its module name there. A file of a package is imported as part of it."""
+    """Returns the folder to import a file from and its module name there. A file of a package is imported as part of
+    it."""
     root, parts = path.parent, [path.stem]
     while (root / "__init__.py").is_file():
         root, parts = root.parent, [root.name, *parts]
@@ -114,7 +115,8 @@ def import_file(path: Path) -> ModuleType:
 
 
 def run(function: Callable[[], Any], path: Path, what: str) -> Any:
-    """Calls code of the target. Raises TargetError that shows the last line of the target's file on the way to the error."""
+    """Calls code of the target. Raises TargetError that shows the last line of the target's file on the way to the
+    error."""
     try:
         return function()
     except SbpcError:

@@ -1,4 +1,5 @@
-"""Measures the last steps of `sbpc run ... --trace FILE` on rank 0 beside their prediction. With stages it is a rank of the first one."""
+"""Measures the last steps of `sbpc run ... --trace FILE` on rank 0 beside their prediction. With stages it is a rank
+of the first one."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ TRACED, LEAST = 3, 3  # steps that are measured at most; steps in all, one of wh
 
 
 class TracedSteps:
-    """Takes the steps of a module: the first one warms up, the last ones run with time stamps, those between without."""
+    """Takes the steps of a module: the first one warms up, the last ones run with time stamps, those between
+    without."""
 
     def __init__(self, module: nn.Module, plan: Plan, steps: int) -> None:
         check_steps(steps)
@@ -64,7 +66,10 @@ class TracedSteps:
 def check_steps(steps: int) -> None:
     """Raises SbpcError for too few steps."""
     if steps < LEAST:
-        raise SbpcError(f"--trace with {steps} steps to go\n  Give {LEAST} at least: one warms up, one runs as ever, one with time stamps.")
+        raise SbpcError(
+            f"--trace with {steps} steps to go\n  Give {LEAST} at least: one warms up, one runs as ever, one with "
+            "time stamps."
+        )
 
 
 def now() -> float:

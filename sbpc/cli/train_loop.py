@@ -33,10 +33,11 @@ def train(
     tell: Callable[[int, float], None] = lambda step, loss: None,
     step: Callable[..., Any] | None = None,
 ) -> list[float]:
-    """Takes one step per batch `(args, kwargs)` and returns the losses. `tell` is called with the number and loss of every step.
+    """Takes one step per batch `(args, kwargs)` and returns the losses. `tell` is called with the number and loss of
+    every step.
 
-    step: runs forward and backward and returns what the forward returns, as `step` of a parallel module does. By default the model
-    is called, and then backward on its loss.
+    step: runs forward and backward and returns what the forward returns, as `step` of a parallel module does. By
+    default the model is called, and then backward on its loss.
     """
     losses: list[float] = []
     for args, kwargs in batches:
@@ -53,7 +54,8 @@ def train(
 
 
 def loss_of(result: Any, with_gradient: bool = True) -> Tensor:
-    """Returns the loss among a model's results: the one called `loss`, else the scalar itself, else the first of several.
+    """Returns the loss among a model's results: the one called `loss`, else the scalar itself, else the first of
+    several.
 
     Raises SbpcError if there is none.
     """

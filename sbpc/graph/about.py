@@ -1,7 +1,8 @@
 """What a node says of itself besides its value: where in the model and in the step it is, and what it is a part of.
 
-A call that computes a value again for the backward reads what is there since the forward. Its operands alone would let it run at
-once, and what it makes would live as long as if it had never been dropped. So it waits for the gradient that meets its value.
+A call that computes a value again for the backward reads what is there since the forward. Its operands alone would
+let it run at once, and what it makes would live as long as if it had never been dropped. So it waits for the
+gradient that meets its value.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from sbpc.graph.ports import TANGENT, placeholders
 RECOMPUTES = "recomputes"  # the name of the call whose value it computes again
 PANEL_OF = "panel_of"  # of the product of a panel: the name of the product that is cut
 PLACE = "phase", "stack_trace", "module"  # forward or backward, the user's lines, the path of the module
-ORIGIN = *PLACE, "decomposed", RECOMPUTES  # and the op that was taken apart: what stands for a node says these as it does
+# and the op that was taken apart: what stands for a node says these as it does
+ORIGIN = *PLACE, "decomposed", RECOMPUTES
 
 
 def about(node: Node, keys: tuple[str, ...] = PLACE) -> dict[str, Any]:
@@ -45,8 +47,8 @@ def is_boxing(node: Node) -> bool:
 def awaited_gradients(gm: GraphModule) -> dict[Node, list[Node]]:
     """Returns, by call that computes a value again, the calls that must run before it: an order, not operands.
 
-    They make the gradients with which the value, or what is made of it, first meets in the backward. All stand before the call in
-    the graph, so that its order still works.
+    They make the gradients with which the value, or what is made of it, first meets in the backward. All stand
+    before the call in the graph, so that its order still works.
     """
     nodes = list(gm.graph.nodes)
     if not any(map(is_recomputed, nodes)):

@@ -1,13 +1,15 @@
 """What a plan takes for granted of a model besides its tensors: the numbers, texts and the like that its forward reads.
 
-Such a value is a constant of the plan, and so is the code of the model's own forwards. A guard is the path of an attribute, such as
-"drop.p" or "config.rope_theta", or of a global, such as "global train:CFG.beta", with the text of the value that stood there when the
-model was captured; and of the one that the first forward leaves there, if nothing depends on it. Paths as "the loss.label_smoothing"
-and "hook 0 of layers/1.scale" begin at what no parallel module has: a plan knows it in the process that made it, not from a file.
+Such a value is a constant of the plan, and so is the code of the model's own forwards. A guard is the path of an
+attribute, such as "drop.p" or "config.rope_theta", or of a global, such as "global train:CFG.beta", with the text of
+the value that stood there when the model was captured; and of the one that the first forward leaves there, if
+nothing depends on it. Paths as "the loss.label_smoothing" and "hook 0 of layers/1.scale" begin at what no parallel
+module has: a plan knows it in the process that made it, not from a file.
 
-Not seen are globals that the code of an installed package reads, or that are found by a computed name, or read by a function that
-is neither named by the code that calls it nor kept where that reads it; and numbers inside objects of the standard library and of
-extensions, but for containers and numpy arrays. Dicts are compared whole, and a SimpleNamespace unless it is a global read as `NS.beta`.
+Not seen are globals that the code of an installed package reads, or that are found by a computed name, or read by a
+function that is neither named by the code that calls it nor kept where that reads it; and numbers inside objects of
+the standard library and of extensions, but for containers and numpy arrays. Dicts are compared whole, and a
+SimpleNamespace unless it is a global read as `NS.beta`.
 """
 
 from __future__ import annotations
@@ -30,16 +32,21 @@ from sbpc.errors import PlanError
 from sbpc.graph.values import CALLS, CONTAINERS, LISTS, PLAIN, is_own, is_small, items_of, table_of, text_of
 
 COMPUTED = "a tensor"  # or what is computed when it is read: what it is computed from is guarded
-GUARDS = "guards"  # in the meta of a captured graph, and among the options of a plan: by path, texts of values that may stand there
+# in the meta of a captured graph, and among the options of a plan: by path, texts of values that may stand there
+GUARDS = "guards"
 GLOBAL, LOSS, HOOK = "global ", "the loss", "hook "  # what the paths of globals, of a loss and of hooks begin with
-MODES = {f"torch.{name}()": getattr(torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled", "get_default_dtype")}
+MODES = {
+    f"torch.{name}()": getattr(torch, name)
+    for name in ("is_grad_enabled", "is_inference_mode_enabled", "get_default_dtype")
+}
 CODE = re.compile(r"\(code ([\w-]+) [0-9a-f]+\)")  # in the text of a function: which Python compiled it
 EVERY = "every module", torch.nn.modules.module
 ABSENT, OTHER = "not there", object()
 
 
 class Planned(dict[str, list[str]]):
-    """Guards as a process has them that made the plan. roots: what their paths begin with besides the module, by name."""
+    """Guards as a process has them that made the plan. roots: what their paths begin with besides the module, by
+    name."""
 
     def __init__(self, guards: Mapping[str, list[str]], roots: Mapping[str, Any]) -> None:
         super().__init__(guards)
@@ -53,8 +60,14 @@ class Planned(dict[str, list[str]]):
 
 
 def hooks_of(path: str, module: Any) -> Iterator[tuple[str, Any]]:
-    """The hooks of somebody's own that a call of a module runs besides its forward, by name; of EVERY those that all calls run."""
-    hooks = [hook for kind in (*HOOKS, *GLOBAL_HOOKS) for hook in (vars(module).get(kind) or {}).values() if is_own_hook(hook)]
+    """The hooks of somebody's own that a call of a module runs besides its forward, by name; of EVERY those that all
+    calls run."""
+    hooks = [
+        hook
+        for kind in (*HOOKS, *GLOBAL_HOOKS)
+        for hook in (vars(module).get(kind) or {}).values()
+        if is_own_hook(hook)
+    ]
     return ((f"{HOOK}{at} of {path.replace('.', '/') or 'the model'}", hook) for at, hook in enumerate(hooks))
 
 
@@ -62,12 +75,18 @@ def is_own_hook(hook: Any) -> bool:
     """Whether a hook is of somebody's own code, not of an installed package."""
     while isinstance(hook, (MethodType, partial)):
         hook = hook.func if isinstance(hook, partial) else hook.__func__
-    return is_own(hook.__globals__ if isinstance(hook, FunctionType) else vars(sys.modules.get(type(hook).__module__, sys)))
+    return is_own(
+        hook.__globals__ if isinstance(hook, FunctionType) else vars(sys.modules.get(type(hook).__module__, sys))
+    )
 
 
 def prefix_of(table: Mapping[str, Any]) -> str:
-    """What the paths of a module's globals begin with. A file that is run has the name that it has when it is imported."""
-    name, file = str(getattr(table.get("__spec__"), "name", table.get("__name__"))), Path(table.get("__file__") or "__init__.py")
+    """What the paths of a module's globals begin with. A file that is run has the name that it has when it is
+    imported."""
+    name, file = (
+        str(getattr(table.get("__spec__"), "name", table.get("__name__"))),
+        Path(table.get("__file__") or "__init__.py"),
+    )
     return f"{GLOBAL}{name if '.' in name or file.stem == '__init__' else file.stem}:"
 
 
@@ -80,8 +99,8 @@ def globals_of(path: str) -> dict[str, Any] | None:
 
 
 def held(owner: Any, name: str) -> Any:
-    """What an owner has as its attribute: of the instance, or of its class. ABSENT if none, OTHER for a tensor and for what is computed.
-    Of a dict, as that of globals, what is in it.
+    """What an owner has as its attribute: of the instance, or of its class. ABSENT if none, OTHER for a tensor and
+    for what is computed. Of a dict, as that of globals, what is in it.
     """
     if isinstance(owner, type):
         value = inspect.getattr_static(owner, name, ABSENT)
@@ -117,8 +136,9 @@ def guard_text(owner: Any, name: str) -> str | None:
 
 
 class Guards:
-    """The guards of a plan on one module, which must keep its submodules, too. To look at all values takes longer than a small model's
-    step, so one is looked at again only when it is another object. hooks: whether the module is to have the hooks that were planned.
+    """The guards of a plan on one module, which must keep its submodules, too. To look at all values takes longer
+    than a small model's step, so one is looked at again only when it is another object. hooks: whether the module is
+    to have the hooks that were planned.
     """
 
     def __init__(self, module: nn.Module, planned: Mapping[str, Sequence[str]], hooks: bool = False) -> None:
@@ -163,7 +183,9 @@ class Guards:
 
     def parts_now(self) -> list[Any]:
         """All submodules, as often as they stand somewhere, and what each has as a forward of its own."""
-        return [part for _, table in self.tables for part in table.values()] + [table.get("forward") for table in self.own]
+        return [part for _, table in self.tables for part in table.values()] + [
+            table.get("forward") for table in self.own
+        ]
 
     def now(self) -> list[Any]:
         """The objects on which the texts depend: those at the places, then what containers hold."""
@@ -218,13 +240,18 @@ class Guards:
         again = Guards(self.module, {})
         names = [f"{path}.{name}".lstrip(".") for path, table in again.tables for name in table]
         names += again.owners
-        name = next((name for name, one, other in zip(names, again.parts, self.parts) if one is not other), "a submodule")
+        name = next(
+            (name for name, one, other in zip(names, again.parts, self.parts) if one is not other), "a submodule"
+        )
         kind = "function" if name in again.owners else "module"
-        return PlanError(f"{name} is another {kind} than before: a plan is for those that there were\n  Plan and parallelize anew.")
+        return PlanError(
+            f"{name} is another {kind} than before: a plan is for those that there were\n  Plan and parallelize anew."
+        )
 
 
 def is_comparable(path: str, texts: Sequence[str], roots: Container[str]) -> bool:
-    """Whether what stands at a path can be compared here: its beginning is there, the same Python compiled functions."""
+    """Whether what stands at a path can be compared here: its beginning is there, the same Python compiled
+    functions."""
     first = path.partition(":" if path.startswith(GLOBAL) else ".")[0]
     if first.startswith((GLOBAL, LOSS, HOOK)) and first not in roots and globals_of(path) is None:
         return False
@@ -234,7 +261,9 @@ def is_comparable(path: str, texts: Sequence[str], roots: Container[str]) -> boo
 def attribute_of(kind: type, name: str, default: Any = None) -> Any:
     """What a class has under a name, besides what a parallel module has in its place."""
     found = (vars(each)[name] for each in kind.__mro__ if name in vars(each))
-    return next((value for value in found if not str(getattr(value, "__module__", "")).startswith("sbpc.runtime.")), default)
+    return next(
+        (value for value in found if not str(getattr(value, "__module__", "")).startswith("sbpc.runtime.")), default
+    )
 
 
 def step(owner: Any, name: str) -> Any:
@@ -252,8 +281,10 @@ def step(owner: Any, name: str) -> Any:
 def other_value(path: str, now: str, planned: str) -> PlanError:
     """The error about a value at a path."""
     return PlanError(
-        f"{path} is {now}, and was {planned} when the model was planned: what a forward reads besides tensors is constant in its plan\n"
-        "  Plan anew; or once for each value, with pin=plan.parameters, and give the plans as parallelize(..., also=[...]).\n"
+        f"{path} is {now}, and was {planned} when the model was planned: what a forward reads besides tensors is "
+        "constant in its plan\n"
+        "  Plan anew; or once for each value, with pin=plan.parameters, and give the plans as parallelize(..., "
+        "also=[...]).\n"
         "  What changes from step to step is a buffer or an argument."
     )
 
@@ -269,5 +300,7 @@ def containers_in(value: Any) -> Iterator[Any]:
     while left:
         if isinstance(value := left.pop(), CONTAINERS):
             left += items_of(value)
-            if not isinstance(value, (tuple, frozenset, MethodType)) and (not isinstance(value, FunctionType) or table_of(value)):
+            if not isinstance(value, (tuple, frozenset, MethodType)) and (
+                not isinstance(value, FunctionType) or table_of(value)
+            ):
                 yield value

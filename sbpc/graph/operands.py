@@ -74,7 +74,8 @@ def value_of(node: Node) -> tuple[Node, int]:
 
 
 def tensors_of(node: Node) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Bytes per element and global shape of every operand and output; an output that is not a tensor has no elements."""
+    """Bytes per element and global shape of every operand and output; an output that is not a tensor has no
+    elements."""
     places = [value_of(operand) for operand in operands(node)]
     return tuple(shape_of(*place)[::-1] for place in (*places, *((node, index) for index in range(outputs_of(node)))))
 
@@ -97,7 +98,8 @@ ADD = torch.ops.aten.add_.Tensor
 
 
 def is_sum(node: Node) -> bool:
-    """Returns whether a node adds to a sum in place, which no op of a captured graph does: a gradient of a micro-batch."""
+    """Returns whether a node adds to a sum in place, which no op of a captured graph does: a gradient of a
+    micro-batch."""
     return node.target is ADD
 
 
@@ -132,12 +134,14 @@ def made_of(gm: GraphModule, given: Iterable[Node]) -> set[Node]:
 
 
 def is_late(node: Node) -> bool:
-    """Returns whether a node is a call or a constant of the backward; one of several results is where its producer is."""
+    """Returns whether a node is a call or a constant of the backward; one of several results is where its producer
+    is."""
     return node.op in ("call_function", "get_attr") and value_of(node)[0].meta.get("phase") == "backward"
 
 
 def just_in_time(nodes: Iterable[Node], free: Container[Node]) -> list[Node]:
-    """Returns nodes in order, those of `free` right in front of the first that reads them, and not at all if nothing does."""
+    """Returns nodes in order, those of `free` right in front of the first that reads them, and not at all if nothing
+    does."""
     placed: dict[Node, None] = {}
 
     def place(node: Node) -> None:

@@ -16,8 +16,8 @@ HOMES = {GRADIENT: PARAMETER, MUTATION: BUFFER, INPUT_GRADIENT: INPUT}
 """Kinds of outputs that are left in the layout of a placeholder -> the kind of that placeholder."""
 
 ONCE = "once"
-"""The key in the meta of the body of a loop over micro-batches: by PARAMETER and GRADIENT, what part of its seconds a boxing of these
-counts, as it is done once for all micro-batches. What is not there is done for each."""
+"""The key in the meta of the body of a loop over micro-batches: by PARAMETER and GRADIENT, what part of its seconds
+a boxing of these counts, as it is done once for all micro-batches. What is not there is done for each."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ class Ports:
 
 
 def placeholders(gm: GraphModule, *kinds: str) -> dict[Port, Node]:
-    """The placeholder of every port of a program, in order, or of those of some kinds; a rank's positions come last and have none."""
+    """The placeholder of every port of a program, in order, or of those of some kinds; a rank's positions come last
+    and have none."""
     stored = zip(gm.meta["ports"].inputs, gm.graph.find_nodes(op="placeholder"))
     return {port: node for port, node in stored if not kinds or port.kind in kinds}
 

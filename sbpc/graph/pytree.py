@@ -87,9 +87,13 @@ def harmless(structure: Any) -> None:
             found = _class("dataclass", name)
             about = vars(found).get("__dataclass_params__")  # not that of a class from which it inherits
             bare = type(found) is type and about is not None and about.init
-            if not issubclass(found, dict) and (not bare or hasattr(found, "__post_init__") or found.__new__ is not object.__new__):
+            if not issubclass(found, dict) and (
+                not bare or hasattr(found, "__post_init__") or found.__new__ is not object.__new__
+            ):
                 todo = "Give a dataclass without __post_init__, or a dict."
-                raise PlanError(f"the dataclass {name} does more than to hold its fields, which a file may not ask for\n  {todo}")
+                raise PlanError(
+                    f"the dataclass {name} does more than to hold its fields, which a file may not ask for\n  {todo}"
+                )
     for item in structure if isinstance(structure, list) else ():
         harmless(item)
 

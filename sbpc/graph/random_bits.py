@@ -69,7 +69,8 @@ def row_major(size: Sequence[int]) -> list[int]:
 
 
 def seed_of_step(seed: int, step: int) -> int:
-    """The seed that a parallel module with the base seed `seed` gives its program in its forward number `step`, from 0."""
+    """The seed that a parallel module with the base seed `seed` gives its program in its forward number `step`, from
+    0."""
     return int(mix(torch.tensor(wrap(seed)).add_(wrap(step * GOLDEN))))
 
 

@@ -1,7 +1,7 @@
 """Writing a graph anew: every node of the old one is copied, or replaced by what stands for it.
 
-A rewrite of an op takes the writer and the arguments of the call, and gives a node, or a tuple of nodes for several results;
-None leaves the op as it is.
+A rewrite of an op takes the writer and the arguments of the call, and gives a node, or a tuple of nodes for several
+results; None leaves the op as it is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Copies(dict[Node, Any]):
         self.graph = Graph()
 
     def keep(self, node: Node, read: Callable[[Node], Any] | None = None) -> Node:
-        """Copies a node. read: what stands for each of its operands, where that is not what stands here for all readers."""
+        """Copies a node. read: what stands for each of its operands, where that is not what stands here for all
+        readers."""
         self[node] = made = copied(self.graph, node, read or self.__getitem__)
         return made
 
@@ -46,13 +47,15 @@ class Copies(dict[Node, Any]):
         self.graph.output(tuple(None if node is None else self[node] for node in outputs)).meta.update(meta)
 
     def module(self, gm: GraphModule, meta: Mapping[str, Any] | None = None) -> GraphModule:
-        """Returns the module of this graph, with the constants of another one, and its meta by default. Its code is made when it is run."""
+        """Returns the module of this graph, with the constants of another one, and its meta by default. Its code is
+        made when it is run."""
         result = LazyGraphModule(gm, self.graph)
         result.meta.update(gm.meta if meta is None else meta)
         return result
 
     def extracted(self, gm: GraphModule, nodes: Iterable[Node], outputs: Sequence[Node | None]) -> GraphModule:
-        """Returns the program that computes `outputs` from what stands here, by those of `nodes` that they need, in this order."""
+        """Returns the program that computes `outputs` from what stands here, by those of `nodes` that they need, in
+        this order."""
         needed = ancestors([node for node in outputs if node is not None], self)
         for node in nodes:
             if node in needed and node not in self:
@@ -62,11 +65,14 @@ class Copies(dict[Node, Any]):
 
 
 def rebuild(
-    gm: GraphModule, write: Callable[[Copies, Node], Any] = lambda copies, node: None, order: Iterable[Node] | None = None
+    gm: GraphModule,
+    write: Callable[[Copies, Node], Any] = lambda copies, node: None,
+    order: Iterable[Node] | None = None,
 ) -> GraphModule:
     """Returns the graph written anew; `gm` stays as it was.
 
-    write: writes what stands for a node and returns it, None for a copy. order: of the nodes; the output is always last.
+    write: writes what stands for a node and returns it, None for a copy. order: of the nodes; the output is always
+    last.
     """
     copies = Copies()
     for node in gm.graph.nodes if order is None else order:
@@ -119,7 +125,9 @@ class Writer(Copies):
 
     def part(self, source: Node, at: int) -> Node:
         """One of the results of an op that gives several."""
-        return called(self.graph, operator.getitem, (source, at), {}, meta=self.about.meta | {"val": source.meta["val"][at]})
+        return called(
+            self.graph, operator.getitem, (source, at), {}, meta=self.about.meta | {"val": source.meta["val"][at]}
+        )
 
 
 def rewrite(gm: GraphModule, rewrites: Mapping[Any, Callable[..., Any]]) -> GraphModule:
@@ -168,7 +176,9 @@ def shaped(write: Writer, x: Node, size: Sequence[int]) -> Node:
             try:
                 return write.call(aten.view.default, source, list(size))
             except (RuntimeError, ValueError):  # its elements do not lie so that a view could read them
-                return write.call(aten.view.default, write.call(aten.clone.default, source, memory_format=CONTIGUOUS), list(size))
+                return write.call(
+                    aten.view.default, write.call(aten.clone.default, source, memory_format=CONTIGUOUS), list(size)
+                )
         source = source.args[0]
     return source
 
@@ -178,7 +188,12 @@ put = object.__setattr__  # of `args`, `kwargs` or `meta` of a node
 
 
 def called(
-    graph: Graph, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str | None = None, meta: Mapping[str, Any] | None = None
+    graph: Graph,
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    name: str | None = None,
+    meta: Mapping[str, Any] | None = None,
 ) -> Node:
     """A call of `op` at the end of the graph."""
     node = graph.create_node("call_function", op, name=name)

@@ -1,4 +1,5 @@
-"""Texts of numbers, functions, containers and the like, by which a plan knows in another process whether they are what they were."""
+"""Texts of numbers, functions, containers and the like, by which a plan knows in another process whether they are
+what they were."""
 
 from __future__ import annotations
 
@@ -16,18 +17,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.layout, torch.memory_format, torch.Size)
+PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    slice,
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+)
 RECORDS = (SimpleNamespace,)  # objects whose reads cannot be watched
 LISTS = (list, tuple, deque)
 CACHED = type(lru_cache(len))
-CALLS = (FunctionType, MethodType, partial, CACHED)  # they hold what they are called with besides their arguments, see `table_of`
+# they hold what they are called with besides their arguments, see `table_of`
+CALLS = (FunctionType, MethodType, partial, CACHED)
 CONTAINERS = (*LISTS, dict, set, frozenset, np.ndarray, *CALLS, *RECORDS)
 BRACKETS: dict[type, tuple[str, str]] = {tuple: ("(", ")"), list: ("[", "]"), dict: ("{", "}")}
-MOST, DEEPEST, LONGEST = 100_000, 4, 160  # entries of a container that are compared, levels that are looked at; characters of a text
+# entries of a container that are compared, levels that are looked at; characters of a text
+MOST, DEEPEST, LONGEST = 100_000, 4, 160
 
 
 def text_of(value: Any) -> str:
-    """Type and value of what is plain as a text, and of anything else what kind of thing it is: two values are alike if their texts are.
+    """Type and value of what is plain as a text, and of anything else what kind of thing it is: two values are alike
+    if their texts are.
 
     >>> print(text_of((1, True, 1.0, torch.float32, {"a": None})), text_of(torch.relu), text_of(torch.nn.ReLU()))
     (1, True, 1.0, torch.float32, {'a': None}) relu a ReLU
@@ -53,7 +71,10 @@ def whole_text(value: Any) -> str:
     if kind is partial:
         return f"partial({', '.join(map(text_of, (value.func, value.args, value.keywords)))})"
     if isinstance(value, CodeType):
-        return f"(code {sys.implementation.cache_tag} {digest(text_of((value.co_code, value.co_names, value.co_consts)).encode())})"
+        return (
+            f"(code {sys.implementation.cache_tag} "
+            f"{digest(text_of((value.co_code, value.co_names, value.co_consts)).encode())})"
+        )
     if isinstance(value, MethodType):
         return text_of(value.__func__)
     if isinstance(value, CACHED):
@@ -64,7 +85,10 @@ def whole_text(value: Any) -> str:
         return f"{what} with {text_of(free)}" if free and is_small(free) else what
     if isinstance(value, np.ndarray):
         few = value.size <= 100 or value.dtype.hasobject
-        return f"{kind.__name__}({text_of(value.tolist()) if few else digest(value.tobytes())}, {value.shape}, {value.dtype})"
+        return (
+            f"{kind.__name__}({text_of(value.tolist()) if few else digest(value.tobytes())}, {value.shape}, "
+            f"{value.dtype})"
+        )
     if isinstance(value, (Number, str, bytes, np.generic)):
         text = str(value)
         return f"{kind.__name__}({text if text.isprintable() else repr(text)})"
@@ -106,8 +130,8 @@ def items_of(container: Any, keys: bool = False) -> list[Any]:
 
 
 def table_of(container: Any) -> Any:
-    """A container; of a record the dict of its attributes, of what can be called that of what it is called with: of a function its free
-    variables, and if it is somebody's own its defaults and attributes.
+    """A container; of a record the dict of its attributes, of what can be called that of what it is called with: of
+    a function its free variables, and if it is somebody's own its defaults and attributes.
     """
     if isinstance(container, FunctionType):
         cells = zip(container.__code__.co_freevars, container.__closure__ or ())
@@ -134,7 +158,11 @@ def is_full(cell: Any, function: FunctionType) -> bool:
 @lru_cache
 def is_foreign(module: Any) -> bool:
     """Whether a module of this name is neither Python's nor torch's nor sbpc's."""
-    return isinstance(module, str) and module.partition(".")[0] not in sys.stdlib_module_names | {"torch", "sbpc", "numpy"}
+    return isinstance(module, str) and module.partition(".")[0] not in sys.stdlib_module_names | {
+        "torch",
+        "sbpc",
+        "numpy",
+    }
 
 
 def is_own(table: Mapping[str, Any]) -> bool:

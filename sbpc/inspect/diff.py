@@ -1,4 +1,5 @@
-"""What differs between two plans of one model: layouts, collectives by module and axis, seconds, bytes and memory side by side."""
+"""What differs between two plans of one model: layouts, collectives by module and axis, seconds, bytes and memory
+side by side."""
 
 from __future__ import annotations
 
@@ -21,14 +22,26 @@ from sbpc.plans.plan import Plan
 SHOWN = 20  # rows of values and of collectives in the text; all others are counted in a last row
 CLOSE = 1e-9  # figures that differ by a smaller fraction are equal
 ASKED = (  # options that are compared
-    "objective", "memory", "optimizer", "dtype", "train", "spread", "baseline", "stages", "schedule", "microbatches", "panels", "recompute",
+    "objective",
+    "memory",
+    "optimizer",
+    "dtype",
+    "train",
+    "spread",
+    "baseline",
+    "stages",
+    "schedule",
+    "microbatches",
+    "panels",
+    "recompute",
     "pin",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind for one module (with * for its numbers), how many there are and what they send in either plan."""
+    """Collectives of one kind for one module (with * for its numbers), how many there are and what they send in
+    either plan."""
 
     module: str
     phase: str
@@ -42,8 +55,9 @@ class Traffic:
 class Diff:
     """What differs between two plans of one model; `print` tells it, and it is true where anything differs.
 
-    asked: mesh, cluster and options. figures: name, unit and numbers of either plan. parameters, values: by name, the layouts of either
-    plan where these differ, None where one lacks it. modules: of values. collectives: those that are not the same.
+    asked: mesh, cluster and options. figures: name, unit and numbers of either plan. parameters, values: by name,
+    the layouts of either plan where these differ, None where one lacks it. modules: of values. collectives: those
+    that are not the same.
     """
 
     asked: dict[str, tuple[str, str]]
@@ -64,13 +78,18 @@ class Diff:
             return Report("the plans are the same: layouts, collectives, seconds, bytes and memory")
         asked = [[name, *both] for name, both in self.asked.items()]
         figures = [
-            [name, quantity(one, unit), quantity(other, unit), change(one, other, unit)] for name, unit, one, other in self.figures
+            [name, quantity(one, unit), quantity(other, unit), change(one, other, unit)]
+            for name, unit, one, other in self.figures
         ]
         tables = [
             Table("asked", ("", "A", "B"), asked, ("", "A", "B")),
             Table("figures", ("", "A", "B", "B - A"), figures, ("",)),
-            layout_table("parameters laid out otherwise", ((name, name, both) for name, both in self.parameters.items())),
-            layout_table("values laid out otherwise", ((self.modules[name], name, both) for name, both in self.values.items())),
+            layout_table(
+                "parameters laid out otherwise", ((name, name, both) for name, both in self.parameters.items())
+            ),
+            layout_table(
+                "values laid out otherwise", ((self.modules[name], name, both) for name, both in self.values.items())
+            ),
             traffic_table(self.collectives),
         ]
         return Report("two plans, A and B", (), [table for table in tables if table.rows])
@@ -78,10 +97,13 @@ class Diff:
     def as_json(self) -> dict[str, Any]:
         """Returns what `sbpc diff --json` prints."""
         return {
-            "same": not self, "asked": self.asked, "parameters": self.parameters, "values": self.values,
+            "same": not self,
+            "asked": self.asked,
+            "parameters": self.parameters,
+            "values": self.values,
             "figures": {name: [one, other] for name, _, one, other in self.figures},
             "collectives": [vars(each) for each in self.collectives],
-        }  # fmt: skip
+        }
 
     def __str__(self) -> str:
         return self.report.text()
@@ -93,21 +115,31 @@ class Diff:
 def diff(one: Plan, other: Plan) -> Diff:
     """Returns what differs between two plans. Raises PlanError if they are of different models.
 
-    Of plans of which one alone has stages, values are not compared: the other has them for the whole batch, not for a micro-batch.
+    Of plans of which one alone has stages, values are not compared: the other has them for the whole batch, not for
+    a micro-batch.
     """
     if not isinstance(other, Plan):
         raise PlanError(f"a plan is compared with a {type(other).__name__}\n  Give another plan of the same model.")
     if not one.parameters.keys() & other.parameters.keys() and one.parameters.keys() | other.parameters.keys():
-        raise PlanError("the plans are of different models: no parameter has the same name\n  Compare plans of one model.")
+        raise PlanError(
+            "the plans are of different models: no parameter has the same name\n  Compare plans of one model."
+        )
     plans = one, other
     alike = one.inner.axes == other.inner.axes
     both = (one.loop is None) == (other.loop is None)
     values, modules = zip(*(value_layouts(plan, alike) if both else ({}, {}) for plan in plans))
     homes = [{name: text(home, alike) for name, home in plan.parameters.items()} for plan in plans]
-    asked = {name: (mine, asked_of(other)[name]) for name, mine in asked_of(one).items() if mine != asked_of(other)[name]}
+    asked = {
+        name: (mine, asked_of(other)[name]) for name, mine in asked_of(one).items() if mine != asked_of(other)[name]
+    }
     return Diff(
-        asked, tuple(figures(one, other)), differing(homes), differing(values), {**modules[1], **modules[0]}, tuple(traffic(one, other)),
-    )  # fmt: skip
+        asked,
+        tuple(figures(one, other)),
+        differing(homes),
+        differing(values),
+        {**modules[1], **modules[0]},
+        tuple(traffic(one, other)),
+    )
 
 
 def asked_of(plan: Plan) -> dict[str, str]:
@@ -121,7 +153,8 @@ def asked_of(plan: Plan) -> dict[str, str]:
 
 
 def text(layout: Layout, alike: bool) -> str:
-    """Returns a layout as a text; on meshes that are not `alike` in their axes, what is whole on every rank is the same."""
+    """Returns a layout as a text; on meshes that are not `alike` in their axes, what is whole on every rank is the
+    same."""
     return str(layout) if alike or any(state != B for state in layout.states) else "whole"
 
 
@@ -132,9 +165,12 @@ def value_layouts(plan: Plan, alike: bool) -> tuple[dict[str, str], dict[str, st
     for each in plan.chunks:
         stored = {node for port, node in placeholders(each.graph).items() if port.kind == PARAMETER}
         for node in each.graph.graph.nodes:
-            if node not in stored and node.name in each.layouts and node.name not in layouts:  # made by one chunk, read by others
+            # made by one chunk, read by others
+            if node not in stored and node.name in each.layouts and node.name not in layouts:
                 layouts[node.name] = text(each.layouts[node.name], alike)
-                modules[node.name] = str(value_of(node)[0].meta.get("module", INPUT if node.op == "placeholder" else ""))
+                modules[node.name] = str(
+                    value_of(node)[0].meta.get("module", INPUT if node.op == "placeholder" else "")
+                )
     return layouts, modules
 
 
@@ -171,7 +207,8 @@ def traffic(one: Plan, other: Plan) -> Iterator[Traffic]:
 
 
 def traffic_of(plan: Plan) -> dict[tuple[str, str, str, str], tuple[int, float]]:
-    """Returns, by module (with * for numbers), phase, collective and axis, how many collectives there are and what a rank sends.
+    """Returns, by module (with * for numbers), phase, collective and axis, how many collectives there are and what a
+    rank sends.
 
     Of a plan with stages these are the collectives within its stages.
     """
@@ -190,7 +227,10 @@ def layout_table(title: str, rows: Iterable[tuple[str, str, tuple[str | None, st
     groups: dict[tuple[str, str | None, str | None], list[str]] = {}
     for place, _, both in rows:
         groups.setdefault((numberless(place), *both), []).append(place)
-    lines = [[folded(pattern, places), str(len(places)), one or "-", other or "-"] for (pattern, one, other), places in groups.items()]
+    lines = [
+        [folded(pattern, places), str(len(places)), one or "-", other or "-"]
+        for (pattern, one, other), places in groups.items()
+    ]
     if len(lines) > SHOWN:
         rest = sum(int(line[1]) for line in lines[SHOWN:])
         lines = [*lines[:SHOWN], [f"{len(lines) - SHOWN} more rows", str(rest), "", ""]]
@@ -206,11 +246,18 @@ def folded(pattern: str, places: Sequence[str]) -> str:
 def traffic_table(rows: Sequence[Traffic]) -> Table:
     """Returns the table of collectives that are not the same."""
     lines = [
-        [each.module or "the model", each.phase, f"{each.collective} over {each.axis}",
-         *(f"{count} x, {quantity(sent, 'B')}" if count else "-" for count, sent in zip(each.counts, each.bytes_sent)),
-         quantity(each.bytes_sent[1] - each.bytes_sent[0], "B", sign=True)]
+        [
+            each.module or "the model",
+            each.phase,
+            f"{each.collective} over {each.axis}",
+            *(
+                f"{count} x, {quantity(sent, 'B')}" if count else "-"
+                for count, sent in zip(each.counts, each.bytes_sent)
+            ),
+            quantity(each.bytes_sent[1] - each.bytes_sent[0], "B", sign=True),
+        ]
         for each in rows[:SHOWN]
-    ]  # fmt: skip
+    ]
     if len(rows) > SHOWN:
         rest = sum(each.bytes_sent[1] - each.bytes_sent[0] for each in rows[SHOWN:])
         lines.append([f"{len(rows) - SHOWN} more rows", "", "", "", "", quantity(rest, "B", sign=True)])

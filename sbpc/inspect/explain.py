@@ -1,4 +1,5 @@
-"""Why a value is laid out as it is: the best whole plans in which it is laid out otherwise, and what costs more there."""
+"""Why a value is laid out as it is: the best whole plans in which it is laid out otherwise, and what costs more
+there."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ SHOWN = 8  # collectives of an alternative in the text
 
 @dataclass(frozen=True)
 class Moved:
-    """A collective of one plan that another lacks. module: which reads the value; phase: in which. bytes_sent: by a rank."""
+    """A collective of one plan that another lacks. module: which reads the value; phase: in which. bytes_sent: by a
+    rank."""
 
     collective: str
     axis: str
@@ -40,10 +42,10 @@ class Moved:
 class Alternative:
     """The best whole plan found in which a value has another layout; it unpacks as layout, seconds, difference.
 
-    seconds: of its step, one thing after the other (bytes, where the plan was made for few bytes). difference: to the plan.
-    at_least: the difference that the multipliers of the bound prove for every plan with this layout. exact: whether no plan with this
-    layout is faster. appear, gone: collectives that only it has, and that only the plan has. computing: by module, seconds more than
-    in the plan.
+    seconds: of its step, one thing after the other (bytes, where the plan was made for few bytes). difference: to
+    the plan. at_least: the difference that the multipliers of the bound prove for every plan with this layout.
+    exact: whether no plan with this layout is faster. appear, gone: collectives that only it has, and that only the
+    plan has. computing: by module, seconds more than in the plan.
     """
 
     layout: Layout
@@ -74,9 +76,10 @@ class Alternative:
 class Explanation:
     """Why a parameter or a value has its layout; `print` tells it.
 
-    seconds: of a step of the plan, one thing after the other (bytes, where it was made for few bytes). alternatives: whole plans
-    with other layouts, best first. beyond: layouts that were not solved again, with the least difference that the multipliers prove.
-    decided: what pins, limits and options have to do with it. how: how the alternatives were found. time: what takes the seconds.
+    seconds: of a step of the plan, one thing after the other (bytes, where it was made for few bytes). alternatives:
+    whole plans with other layouts, best first. beyond: layouts that were not solved again, with the least difference
+    that the multipliers prove. decided: what pins, limits and options have to do with it. how: how the alternatives
+    were found. time: what takes the seconds.
     """
 
     name: str
@@ -96,29 +99,51 @@ class Explanation:
         unit = "B" if self.plan.options.objective == "bytes" else "s"
         title = f"{self.name} is laid out {self.layout}"
         cost, full = self.plan.cost, FULL if self.time == STEP else 0
-        counted = [quantity(size, "B") if full else "" for size in (sum(cost.bytes_sent.values()), cost.memory["total"])]
+        counted = [
+            quantity(size, "B") if full else "" for size in (sum(cost.bytes_sent.values()), cost.memory["total"])
+        ]
         rows = [[str(self.layout), quantity(self.seconds, unit), "", *counted, "this plan"]]
         rows += [self.row(each, unit, number < full) for number, each in enumerate(self.alternatives)]
         heads = ("layout", self.time, "difference", "bytes sent", "memory", "proof")
-        tables = [Table("", heads, rows, ("layout", "proof")), *(changes(each, unit) for each in self.alternatives[:CHANGED])]
+        tables = [
+            Table("", heads, rows, ("layout", "proof")),
+            *(changes(each, unit) for each in self.alternatives[:CHANGED]),
+        ]
         beyond = []
         if self.beyond:
             least = min(difference for _, difference in self.beyond)
-            beyond = [f"beyond    {len(self.beyond)} more layouts cost at least {quantity(max(least, 0.0), unit, sign=True)}"]
+            beyond = [
+                f"beyond    {len(self.beyond)} more layouts cost at least {quantity(max(least, 0.0), unit, sign=True)}"
+            ]
         decided = [f"decided   {line}" for line in self.decided]
         above = []
         if self.alternatives:
             runner = self.alternatives[0]
-            above = [f"it saves {quantity(runner.difference, unit)} {self.time} against {runner.layout}, the best of the other layouts"]
+            above = [
+                f"it saves {quantity(runner.difference, unit)} {self.time} against {runner.layout}, the best of the "
+                "other layouts"
+            ]
         if full and not math.isclose(self.seconds, cost.paid, rel_tol=CLOSE):
             taken = [quantity(paid.paid, unit) for paid in (cost, *(each.cost for each in self.alternatives[:FULL]))]
-            above.append(f"seconds are one after the other; where streams overlap, a step takes, from the top, {', '.join(taken)}")
+            above.append(
+                "seconds are one after the other; where streams overlap, a step takes, from the top, "
+                f"{', '.join(taken)}"
+            )
         return Report(title, above, tables, [*beyond, *decided, f"how       {self.how}"])
 
     def row(self, each: Alternative, unit: str, full: bool) -> list[str]:
         """Returns the line of an alternative. full: with the memory of its whole plan, compared with the plan."""
-        sure = "exact" if each.exact else f"at least {quantity(each.at_least, unit, sign=True)}" if each.at_least > 0 else ""
-        sent, held = math.fsum(one.bytes_sent for one in each.appear) - math.fsum(one.bytes_sent for one in each.gone), ""
+        sure = (
+            "exact"
+            if each.exact
+            else f"at least {quantity(each.at_least, unit, sign=True)}"
+            if each.at_least > 0
+            else ""
+        )
+        sent, held = (
+            math.fsum(one.bytes_sent for one in each.appear) - math.fsum(one.bytes_sent for one in each.gone),
+            "",
+        )
         if full:
             cost, mine, limit = each.cost, self.plan.cost, self.plan.options.memory
             held = quantity(cost.memory["total"] - mine.memory["total"], "B", sign=True)
@@ -130,17 +155,26 @@ class Explanation:
     def as_json(self) -> dict[str, Any]:
         """Returns what `sbpc explain --json` prints."""
         return {
-            "name": self.name, "layout": str(self.layout), "seconds": self.seconds, "decided": list(self.decided), "how": self.how,
+            "name": self.name,
+            "layout": str(self.layout),
+            "seconds": self.seconds,
+            "decided": list(self.decided),
+            "how": self.how,
             "alternatives": [
                 {
-                    "layout": str(each.layout), "seconds": each.seconds, "difference": each.difference, "at_least": each.at_least,
-                    "exact": each.exact, "appear": [vars(moved) for moved in each.appear],
-                    "gone": [vars(moved) for moved in each.gone], "computing": each.computing,
+                    "layout": str(each.layout),
+                    "seconds": each.seconds,
+                    "difference": each.difference,
+                    "at_least": each.at_least,
+                    "exact": each.exact,
+                    "appear": [vars(moved) for moved in each.appear],
+                    "gone": [vars(moved) for moved in each.gone],
+                    "computing": each.computing,
                 }
                 for each in self.alternatives
             ],
             "beyond": [{"layout": str(layout), "at_least": difference} for layout, difference in self.beyond],
-        }  # fmt: skip
+        }
 
     def __str__(self) -> str:
         return self.report.text()
@@ -150,7 +184,8 @@ class Explanation:
 
 
 def changes(each: Alternative, unit: str) -> Table:
-    """Returns the table of what is paid otherwise in an alternative: collectives that appear and go, and computing by module."""
+    """Returns the table of what is paid otherwise in an alternative: collectives that appear and go, and computing
+    by module."""
     rows = []
     for sign, moved in (("+", each.appear), ("-", each.gone)):
         for one in moved[:SHOWN]:
@@ -168,4 +203,6 @@ def changes(each: Alternative, unit: str) -> Table:
     if not rows:
         rows.append(["  nothing is sent or computed otherwise", "", "", "", quantity(0.0, unit, sign=True)])
     heads = ("what", "where", "boxing", "bytes", "time")
-    return Table(f"in {each.layout}, {quantity(each.difference, unit, sign=True)}:", heads, rows, ("what", "where", "boxing"))
+    return Table(
+        f"in {each.layout}, {quantity(each.difference, unit, sign=True)}:", heads, rows, ("what", "where", "boxing")
+    )

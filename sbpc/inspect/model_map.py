@@ -32,8 +32,9 @@ class Part:
 class MapRow:
     """A row of the map.
 
-    depth: how deep in the tree. label: the last part of the name, several numbers as one. name: of the first that it stands for, in full.
-    times: for how many blocks it stands, those around it included. bytes: of all of them on a rank.
+    depth: how deep in the tree. label: the last part of the name, several numbers as one. name: of the first that it
+    stands for, in full. times: for how many blocks it stands, those around it included. bytes: of all of them on a
+    rank.
     """
 
     depth: int
@@ -59,7 +60,8 @@ def model_map(plan: Plan) -> list[MapRow]:
 
 
 def rows_of(part: Part, path: str, depth: int, times: int) -> list[MapRow]:
-    """Returns the rows below a module; a module that holds one thing alone shares its row. times: blocks it stands for."""
+    """Returns the rows below a module; a module that holds one thing alone shares its row. times: blocks it stands
+    for."""
     rows = []
     for names in folded(part):
         child, many, name = part.children[names[0]], times * len(names), f"{path}{names[0]}"
@@ -76,7 +78,8 @@ def rows_of(part: Part, path: str, depth: int, times: int) -> list[MapRow]:
 
 
 def folded(part: Part) -> list[list[str]]:
-    """Returns the names of a module's children; numbered ones that are equal are together, at the place of the first."""
+    """Returns the names of a module's children; numbered ones that are equal are together, at the place of the
+    first."""
     groups: dict[Any, list[str]] = {}
     for name, child in part.children.items():
         groups.setdefault(child.kind if name.isdigit() else name, []).append(name)

@@ -39,26 +39,41 @@ ABOUT = {
 
 
 def page_html(
-    plan: Plan, alternatives: Mapping[str, Sequence[Alternative]], losses: Mapping[str, Sequence[float]] | None = None,
+    plan: Plan,
+    alternatives: Mapping[str, Sequence[Alternative]],
+    losses: Mapping[str, Sequence[float]] | None = None,
     measured: Sequence[Event] = (),
-) -> str:  # fmt: skip
+) -> str:
     """Returns the page of a plan: its model, time, memory and graph; of a loop also the schedule and the chunks.
 
-    alternatives: by name of a parameter. losses: by name of a run, the loss of every step. measured: the events of a step that ran.
+    alternatives: by name of a parameter. losses: by name of a run, the loss of every step. measured: the events of a
+    step that ran.
     """
     about, mesh = about_plan(plan, alternatives, measured), plan.inner
     titles = [*(["Losses"] if losses else []), *about["titles"]]
     page = {
-        "model": clean(plan.options.model), "mesh": str(plan.mesh), "axes": list(zip(mesh.axes, mesh.sizes)),
-        "asked": asked(plan), "notes": [clean(note) for note in plan.notes], "remarks": [clean(each) for each in plan.remarks],
-        "ideal": mesh.cluster.name == "ideal", "cards": cards(plan), "losses": curves(losses) if losses else None,
-        "traffic": traffic(plan), "links": list(links(plan)), "chip": chip_of,
-        "seconds": quantity(plan.cost.seconds, "s"), "sections": [(title.lower(), title) for title in titles], **about,
-    }  # fmt: skip
+        "model": clean(plan.options.model),
+        "mesh": str(plan.mesh),
+        "axes": list(zip(mesh.axes, mesh.sizes)),
+        "asked": asked(plan),
+        "notes": [clean(note) for note in plan.notes],
+        "remarks": [clean(each) for each in plan.remarks],
+        "ideal": mesh.cluster.name == "ideal",
+        "cards": cards(plan),
+        "losses": curves(losses) if losses else None,
+        "traffic": traffic(plan),
+        "links": list(links(plan)),
+        "chip": chip_of,
+        "seconds": quantity(plan.cost.seconds, "s"),
+        "sections": [(title.lower(), title) for title in titles],
+        **about,
+    }
     return template("page.html.j2").render(page)
 
 
-def about_plan(plan: Plan, alternatives: Mapping[str, Sequence[Alternative]], measured: Sequence[Event]) -> dict[str, Any]:
+def about_plan(
+    plan: Plan, alternatives: Mapping[str, Sequence[Alternative]], measured: Sequence[Event]
+) -> dict[str, Any]:
     """Returns what the template draws below the figures."""
     cost, looped = plan.cost, plan.loop is not None
     graphs = drawn(plan)
@@ -68,26 +83,44 @@ def about_plan(plan: Plan, alternatives: Mapping[str, Sequence[Alternative]], me
     places = {key: folded.shown[row] for graph in graphs for key, row in graph.places.items()}
     for moment in curve["moments"]:
         moment.append(places.get(moment[2] if looped else f"0 {moment[2]}"))
-    titles = ["Model", *(["Schedule", "Chunks"] if looped else []), "Collectives", *([] if looped else ["Time"]), "Memory", "Graph", "Cost"]
+    titles = [
+        "Model",
+        *(["Schedule", "Chunks"] if looped else []),
+        "Collectives",
+        *([] if looped else ["Time"]),
+        "Memory",
+        "Graph",
+        "Cost",
+    ]
     return {
-        "titles": titles, "schedule": schedule(plan, measured) if looped else None,
-        "formulas": [] if looped else formulas(plan),  # in a loop they take as long as the plan; see plan.cost.bytes_expr
+        "titles": titles,
+        "schedule": schedule(plan, measured) if looped else None,
+        # in a loop they take as long as the plan; see plan.cost.bytes_expr
+        "formulas": [] if looped else formulas(plan),
         "map": [map_row(row, alternatives) for row in model_map(plan)],
-        "homes": {str(layout): chips_of(layout) for layout in plan.parameters.values()}, "curve": curve,
-        "timeline": None if looped else timeline(plan.timeline(), {key.split()[1]: row for key, row in places.items()}, measured),
-        "groups": groups(plan, graphs, rows, folded), "of_section": TITLES, "about": ABOUT,
-        "values": len(rows), "shown": sum(len(group.rows) for group in folded.groups),
-        "data": embedded(page_data(plan, graphs, folded, curve)), "legend": legend(rows),
+        "homes": {str(layout): chips_of(layout) for layout in plan.parameters.values()},
+        "curve": curve,
+        "timeline": None
+        if looped
+        else timeline(plan.timeline(), {key.split()[1]: row for key, row in places.items()}, measured),
+        "groups": groups(plan, graphs, rows, folded),
+        "of_section": TITLES,
+        "about": ABOUT,
+        "values": len(rows),
+        "shown": sum(len(group.rows) for group in folded.groups),
+        "data": embedded(page_data(plan, graphs, folded, curve)),
+        "legend": legend(rows),
         "overlaps": cost.exposed_seconds < cost.comm_seconds,
-        "memory": stage_memory(plan), "chunks": [chunk_row(plan, at) for at in range(len(plan.chunks))] if looped else [],
+        "memory": stage_memory(plan),
+        "chunks": [chunk_row(plan, at) for at in range(len(plan.chunks))] if looped else [],
         "bubble": f"{100 * cost.bubble_seconds / cost.seconds:.1f} %" if cost.seconds else "0 %",
-    }  # fmt: skip
+    }
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A graph on the page: that of a chunk, and of those that cost the same. title: says which, empty where there is but one. places: by
-    chunk and name of a node, the number of its row."""
+    """A graph on the page: that of a chunk, and of those that cost the same. title: says which, empty where there is
+    but one. places: by chunk and name of a node, the number of its row."""
 
     title: str
     gm: GraphModule
@@ -114,9 +147,15 @@ def drawn(plan: Plan) -> list[Drawn]:
 def asked(plan: Plan) -> list[str]:
     """Returns what was asked of the plan, as short texts."""
     options = plan.options
-    texts = [f"{plan.mesh.ranks} ranks", f"cluster {plan.mesh.cluster.name}", "training" if options.train else "forward alone"]
+    texts = [
+        f"{plan.mesh.ranks} ranks",
+        f"cluster {plan.mesh.cluster.name}",
+        "training" if options.train else "forward alone",
+    ]
     texts += [plan.way] if plan.way else []
-    texts += [f"{name} {getattr(options, name)}" for name in ("dtype", "optimizer", "baseline") if getattr(options, name)]
+    texts += [
+        f"{name} {getattr(options, name)}" for name in ("dtype", "optimizer", "baseline") if getattr(options, name)
+    ]
     texts += [f"recompute {options.recompute}"] if options.recompute != NONE else []
     texts += [f"at most {quantity(options.memory, 'B')} a rank"] if options.memory is not None else []
     return [clean(text) for text in (*texts, *(f"pin {name} = {layout}" for name, layout in options.pin.items()))]
@@ -130,12 +169,17 @@ def cards(plan: Plan) -> list[dict[str, Any]]:
     overlap = f"{quantity(hidden, 's')} of moving data are hidden" if hidden > 0 else ""
     again = cost.recompute_seconds
     times = {
-        "computing": cost.compute_seconds - again, "computing again": again, "communicating": cost.exposed_seconds,
+        "computing": cost.compute_seconds - again,
+        "computing again": again,
+        "communicating": cost.exposed_seconds,
         "bubble": cost.bubble_seconds,
-    }  # fmt: skip
+    }
     kinds = {kind: float(size) for kind, size in cost.memory.items() if kind != "total"}
     share = 100 * cost.flops / cost.flops_one_device if cost.flops_one_device else 0.0
-    proof = [("bound", quantity(cost.lower_bound, unit), 100 * (1 - cost.gap)), ("gap", f"{100 * cost.gap:.2f} %", 100 * cost.gap)]
+    proof = [
+        ("bound", quantity(cost.lower_bound, unit), 100 * (1 - cost.gap)),
+        ("gap", f"{100 * cost.gap:.2f} %", 100 * cost.gap),
+    ]
     part = 100 * total / device
     rounded = f"{part:.{0 if part >= 10 else 2}f}" if part >= 0.01 else "under 0.01"
     of_device = f"{rounded} % of a device's {quantity(device, 'B')}" if device < 1e15 else ""
@@ -144,8 +188,13 @@ def cards(plan: Plan) -> list[dict[str, Any]]:
         ("sent by a rank", quantity(sum(cost.bytes_sent.values()), "B"), "", parts(cost.bytes_sent, "B")),
         ("peak memory of a rank", quantity(total, "B"), of_device, parts(kinds, "B")),
         ("gap to the bound", f"{100 * cost.gap:.2f} %", f"no {least(plan)}", proof),
-        ("flops of a rank", quantity(cost.flops, ""), f"{share:.1f} % of one device's; 1/{mesh.ranks} is {100 / mesh.ranks:.1f} %", []),
-    ]  # fmt: skip
+        (
+            "flops of a rank",
+            quantity(cost.flops, ""),
+            f"{share:.1f} % of one device's; 1/{mesh.ranks} is {100 / mesh.ranks:.1f} %",
+            [],
+        ),
+    ]
     return [dict(zip(("title", "number", "about", "parts"), each)) for each in figures]
 
 
@@ -165,20 +214,39 @@ def chip_of(state: str) -> str:
 def map_row(row: MapRow, alternatives: Mapping[str, Sequence[Alternative]]) -> dict[str, Any]:
     """Returns a row of the map as the template draws it."""
     others = [
-        {"layout": str(each.layout), "seconds": quantity(each.seconds, "s"), "difference": quantity(each.difference, "s", sign=True),
-         "sure": "exact" if each.exact else "", "changes": [
-            (sign, f"{moved.collective} over {moved.axis}", clean(moved.module), moved.phase, quantity(moved.bytes_sent, "B"))
-            for sign, several in (("+", each.appear), ("−", each.gone)) for moved in several[:4]
-         ]}
+        {
+            "layout": str(each.layout),
+            "seconds": quantity(each.seconds, "s"),
+            "difference": quantity(each.difference, "s", sign=True),
+            "sure": "exact" if each.exact else "",
+            "changes": [
+                (
+                    sign,
+                    f"{moved.collective} over {moved.axis}",
+                    clean(moved.module),
+                    moved.phase,
+                    quantity(moved.bytes_sent, "B"),
+                )
+                for sign, several in (("+", each.appear), ("−", each.gone))
+                for moved in several[:4]
+            ],
+        }
         for each in alternatives.get(row.name, ())
-    ]  # fmt: skip
+    ]
     home = str(row.home) if row.home is not None else ""
     size = quantity(row.bytes, "B")
-    return vars(row) | {"label": clean(row.label), "name": clean(row.name), "home": home, "bytes": size, "others": others}
+    return vars(row) | {
+        "label": clean(row.label),
+        "name": clean(row.name),
+        "home": home,
+        "bytes": size,
+        "others": others,
+    }
 
 
 def traffic(plan: Plan) -> list[dict[str, Any]]:
-    """Returns collectives by module, phase, kind and axis, those that take longest first, with their part of the longest."""
+    """Returns collectives by module, phase, kind and axis, those that take longest first, with their part of the
+    longest."""
     found, mesh = dict[tuple[str, str, str, str], list[float]](), plan.inner
     for node, times in boxings(plan):
         step, value = node.meta["step"], node.meta["val"]
@@ -189,10 +257,19 @@ def traffic(plan: Plan) -> list[dict[str, Any]]:
     order = sorted(found.items(), key=lambda item: (-item[1][2], -item[1][1], item[0]))
     most = order[0][1][2] or 1.0 if order else 1.0
     return [
-        {"module": clean(module), "phase": phase, "collective": kind, "axis": axis, "count": int(count),
-         "sent": quantity(sent, "B"), "seconds": quantity(taken, "s"), "bytes": sent, "share": 100 * taken / most}
+        {
+            "module": clean(module),
+            "phase": phase,
+            "collective": kind,
+            "axis": axis,
+            "count": int(count),
+            "sent": quantity(sent, "B"),
+            "seconds": quantity(taken, "s"),
+            "bytes": sent,
+            "share": 100 * taken / most,
+        }
         for (module, phase, kind, axis), (count, sent, taken) in order
-    ]  # fmt: skip
+    ]
 
 
 def module_of(node: Node) -> str:
@@ -219,10 +296,16 @@ def formulas(plan: Plan) -> list[dict[str, Any]]:
         found.append((count * float(sent), count, transfer))
     found.sort(key=lambda item: -item[0])
     return [
-        {"count": count, "collective": t.step.collective, "axis": mesh.key(t.step.axes), "sent": quantity(whole / count, "B"),
-         "shape": str(list(t.shape)), "math": Markup(mathml(sympy.factor(cost.wire_expr(t)[1]), printer="presentation"))}
+        {
+            "count": count,
+            "collective": t.step.collective,
+            "axis": mesh.key(t.step.axes),
+            "sent": quantity(whole / count, "B"),
+            "shape": str(list(t.shape)),
+            "math": Markup(mathml(sympy.factor(cost.wire_expr(t)[1]), printer="presentation")),
+        }
         for whole, count, t in found[:FORMULAS]
-    ]  # fmt: skip
+    ]
 
 
 def groups(plan: Plan, graphs: Sequence[Drawn], rows: Sequence[ValueRow], folded: Folded) -> list[dict[str, Any]]:
@@ -231,19 +314,39 @@ def groups(plan: Plan, graphs: Sequence[Drawn], rows: Sequence[ValueRow], folded
     axes, titles, found = plan.inner.axes, {row.at: graph.title for graph in graphs for row in graph.rows}, []
     for group in folded.groups:
         values = [
-            {"at": row.at, "kind": row.kind, "name": clean(row.name), "type": row.type, "states": row.states, "order": row.order,
-             "moved": dict(row.moved), "op": clean(row.op), "rest": clean(row.rest)[:WRITTEN], "module": clean(row.module),
-             "within": clean(row.module).removeprefix(f"{clean(group.blocks[0])}.") if group.blocks[0] else clean(row.module),
-             "sent": quantity(row.sent, "B") if row.sent else "", "bar": 100 * row.sent / most,
-             "sources": " ".join(map(str, folded.sources(row))), "over": " ".join(axes[axis] for axis, _ in row.moved)}
+            {
+                "at": row.at,
+                "kind": row.kind,
+                "name": clean(row.name),
+                "type": row.type,
+                "states": row.states,
+                "order": row.order,
+                "moved": dict(row.moved),
+                "op": clean(row.op),
+                "rest": clean(row.rest)[:WRITTEN],
+                "module": clean(row.module),
+                "within": clean(row.module).removeprefix(f"{clean(group.blocks[0])}.")
+                if group.blocks[0]
+                else clean(row.module),
+                "sent": quantity(row.sent, "B") if row.sent else "",
+                "bar": 100 * row.sent / most,
+                "sources": " ".join(map(str, folded.sources(row))),
+                "over": " ".join(axes[axis] for axis, _ in row.moved),
+            }
             for row in group.rows
-        ]  # fmt: skip
+        ]
         times = len(group.blocks)
         names = list(dict.fromkeys(group.blocks)) if times > 1 else []
-        found.append({
-            "title": titles[group.rows[0].at], "section": group.section, "label": clean(group.label), "times": times, "blocks": names,
-            "rows": values,
-        })  # fmt: skip
+        found.append(
+            {
+                "title": titles[group.rows[0].at],
+                "section": group.section,
+                "label": clean(group.label),
+                "times": times,
+                "blocks": names,
+                "rows": values,
+            }
+        )
     return found
 
 
@@ -263,12 +366,17 @@ def page_data(plan: Plan, graphs: Sequence[Drawn], folded: Folded, curve: Mappin
     shown = [row for group in folded.groups for row in group.rows]
     cost = plan.cost
     return {
-        "mesh": dict(zip(plan.mesh.axes, plan.mesh.sizes)), "seconds": cost.seconds, "memory": cost.memory, "bytes_sent": cost.bytes_sent,
+        "mesh": dict(zip(plan.mesh.axes, plan.mesh.sizes)),
+        "seconds": cost.seconds,
+        "memory": cost.memory,
+        "bytes_sent": cost.bytes_sent,
         "parameters": {name: str(home) for name, home in plan.parameters.items()},
         "collectives": [[axis, kind, count, sent] for (axis, kind), (count, sent) in collectives(plan).items()],
         "rows": {row.at: [row.layout, row.note, lines[about[row.at][0]], rules[about[row.at][1]]] for row in shown},
-        "lines": list(lines), "rules": list(rules), "moments": curve["moments"],
-    }  # fmt: skip
+        "lines": list(lines),
+        "rules": list(rules),
+        "moments": curve["moments"],
+    }
 
 
 def embedded(data: Mapping[str, Any]) -> Markup:

@@ -25,7 +25,8 @@ Span = tuple[float, float]
 
 
 def timeline(events: Sequence[Event], rows: Mapping[str, int], measured: Sequence[Event] = ()) -> dict[str, Any]:
-    """Returns the lanes of a timeline with their bars, the spans in which only links are busy, and these by module and phase.
+    """Returns the lanes of a timeline with their bars, the spans in which only links are busy, and these by module
+    and phase.
 
     rows: by name of an event, the number of its row in the graph. measured: the events of a step that ran, drawn below.
     """
@@ -46,11 +47,20 @@ def timeline(events: Sequence[Event], rows: Mapping[str, int], measured: Sequenc
         told.append((quantity(makespan(list(side)), "s"), quantity(length(exposed), "s")))
         row += 1
     return {
-        "width": WIDE, "height": LANE * row, "bar": BAR, "lane": LANE, "whole": told[0][0], "lanes": lanes, "bars": drawn, "seconds": whole,
-        "exposed": red, "exposed_seconds": told[0][1], "measured": told[1:],
+        "width": WIDE,
+        "height": LANE * row,
+        "bar": BAR,
+        "lane": LANE,
+        "whole": told[0][0],
+        "lanes": lanes,
+        "bars": drawn,
+        "seconds": whole,
+        "exposed": red,
+        "exposed_seconds": told[0][1],
+        "measured": told[1:],
         "ticks": [(WIDE * part / 10, quantity(whole * part / 10, "s")) for part in range(11)],
         "rows": exposed_rows(events),
-    }  # fmt: skip
+    }
 
 
 def exposed_spans(events: Sequence[Event]) -> list[Span]:
@@ -65,16 +75,34 @@ def bars(events: Sequence[Event], lane: str, y: float, scale: float, rows: Mappi
     for event in sorted((event for event in events if event.stream == lane), key=lambda event: event.start):
         x, end = event.start * scale, event.end * scale
         last = drawn[-1] if drawn else None
-        if last and last["phase"] == event.phase and x - last["end"] < FINE and (last["many"] > 1 or end - last["x"] < 10 * FINE):
+        if (
+            last
+            and last["phase"] == event.phase
+            and x - last["end"] < FINE
+            and (last["many"] > 1 or end - last["x"] < 10 * FINE)
+        ):
             last["end"], last["many"] = max(end, last["end"]), last["many"] + 1
         else:
-            about = f"{clean(event.name)}  {clean(event.module)}  {event.kind}, {quantity(event.end - event.start, 's')}"
-            drawn.append({"x": x, "end": end, "y": y, "phase": event.phase, "title": about, "many": 1, "row": rows.get(event.name)})
+            about = (
+                f"{clean(event.name)}  {clean(event.module)}  {event.kind}, {quantity(event.end - event.start, 's')}"
+            )
+            drawn.append(
+                {
+                    "x": x,
+                    "end": end,
+                    "y": y,
+                    "phase": event.phase,
+                    "title": about,
+                    "many": 1,
+                    "row": rows.get(event.name),
+                }
+            )
     return drawn
 
 
 def exposed_rows(events: Sequence[Event]) -> list[tuple[str, str, str, float]]:
-    """Returns module, phase, seconds in which nothing is computed while its collectives run, and their part of the most."""
+    """Returns module, phase, seconds in which nothing is computed while its collectives run, and their part of the
+    most."""
     computing = union([(event.start, event.end) for event in events if event.stream == COMPUTE])
     found: dict[tuple[str, str], list[Span]] = {}
     for event in (event for event in events if event.stream != COMPUTE):
@@ -118,28 +146,44 @@ def length(spans: Sequence[Span]) -> float:
 
 
 def memory(curve: MemoryCurve, device: float) -> dict[str, Any]:
-    """Returns the areas of the curve of memory, one upon the other. device: the bytes of a device, drawn if near the peak."""
+    """Returns the areas of the curve of memory, one upon the other. device: the bytes of a device, drawn if near the
+    peak."""
     total, stored = curve.bytes, next((at for at, phase in enumerate(curve.phases) if phase != "stored"), 0)
     size = -(-(len(total) - stored) // COLUMNS)
-    at = [max(range(start, min(start + size, len(total))), key=total.__getitem__) for start in range(stored, len(total), size)]
+    at = [
+        max(range(start, min(start + size, len(total))), key=total.__getitem__)
+        for start in range(stored, len(total), size)
+    ]
     most = max(total[curve.peak], device if device <= 1.6 * total[curve.peak] else 0.0, 1)
     x = [WIDE * number / max(1, len(at) - 1) for number in range(len(at))]
     below, areas = [0] * len(at), []
     for hue, (group, rows) in enumerate(curve.groups.items()):
         above = [low + rows[moment] for low, moment in zip(below, at)]
         if above != below:
-            areas.append({"group": group, "hue": hue, "path": area(x, below, above, most), "bytes": quantity(rows[curve.peak], "B")})
+            areas.append(
+                {
+                    "group": group,
+                    "hue": hue,
+                    "path": area(x, below, above, most),
+                    "bytes": quantity(rows[curve.peak], "B"),
+                }
+            )
         below = above
     phases = [curve.phases[moment] for moment in at]
     starts = {"forward": 0, "backward": turn_of(phases)}
     return {
-        "width": WIDE, "height": TALL, "areas": areas, "peak": (x[at.index(curve.peak)], height(total[curve.peak], most)),
-        "peak_text": quantity(total[curve.peak], "B"), "call": clean(curve.calls[curve.peak]) or "the optimizer's step",
-        "device": height(device, most) if device <= most else None, "device_text": quantity(device, "B"),
+        "width": WIDE,
+        "height": TALL,
+        "areas": areas,
+        "peak": (x[at.index(curve.peak)], height(total[curve.peak], most)),
+        "peak_text": quantity(total[curve.peak], "B"),
+        "call": clean(curve.calls[curve.peak]) or "the optimizer's step",
+        "device": height(device, most) if device <= most else None,
+        "device_text": quantity(device, "B"),
         "phases": [(x[number], phase) for phase, number in starts.items() if number is not None],
         "moments": [[round(x[number], 2), total[moment], curve.calls[moment]] for number, moment in enumerate(at)],
         "ticks": [(height(most * part / 4, most), quantity(most * part / 4, "B")) for part in range(1, 5)],
-    }  # fmt: skip
+    }
 
 
 def height(size: float, most: float) -> float:
@@ -158,7 +202,9 @@ def straightened(points: Sequence[str]) -> list[str]:
     """Returns points without those in the middle of a level stretch."""
     heights = [point.split()[1] for point in points]
     ends = range(len(points))
-    return [points[at] for at in ends if at in (0, len(points) - 1) or not heights[at - 1] == heights[at] == heights[at + 1]]
+    return [
+        points[at] for at in ends if at in (0, len(points) - 1) or not heights[at - 1] == heights[at] == heights[at + 1]
+    ]
 
 
 def curves(losses: Mapping[str, Sequence[float]]) -> dict[str, Any]:
@@ -183,18 +229,22 @@ def curves(losses: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     ticks = [low + span * part / 4 for part in range(5)]
     marks = sorted({1, *(round(steps * part / 5) for part in range(1, 6))} - {0})
     return {
-        "width": WIDTH, "height": HEIGHT, "left": LEFT,
+        "width": WIDTH,
+        "height": HEIGHT,
+        "left": LEFT,
         "runs": [
             {"name": clean(name), "path": path(run), "pen": PEN[number % len(PEN)], "number": number}
             for number, (name, run) in enumerate(losses.items())
         ],
-        "ticks": [(y(tick), f"{tick:.3g}") for tick in ticks], "marks": [(x(mark - 1), str(mark)) for mark in marks],
+        "ticks": [(y(tick), f"{tick:.3g}") for tick in ticks],
+        "marks": [(x(mark - 1), str(mark)) for mark in marks],
         "difference": f"{largest_difference(list(losses.values())):.2e}",
-    }  # fmt: skip
+    }
 
 
 def largest_difference(runs: Sequence[Sequence[float]]) -> float:
-    """Returns the largest relative difference between the first run and any other, over all steps; NaN counts as infinite."""
+    """Returns the largest relative difference between the first run and any other, over all steps; NaN counts as
+    infinite."""
     worst = 0.0
     for run in runs[1:]:
         if len(run) != len(runs[0]):

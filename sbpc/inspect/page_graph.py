@@ -17,7 +17,8 @@ TITLES = {"stored": "Parameters and inputs", "forward": "Forward", "backward": "
 
 @dataclass
 class Group:
-    """Neighbouring rows of one section and one block. blocks: that they stand for, the shown one first; "" outside of blocks."""
+    """Neighbouring rows of one section and one block. blocks: that they stand for, the shown one first; "" outside
+    of blocks."""
 
     section: str
     rows: Sequence[ValueRow]
@@ -32,7 +33,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Folded:
-    """A graph as it is shown. groups: in its order. shown: by number of a value, the number of the row that stands for it."""
+    """A graph as it is shown. groups: in its order. shown: by number of a value, the number of the row that stands
+    for it."""
 
     groups: tuple[Group, ...]
     shown: dict[int, int]

@@ -110,10 +110,17 @@ def drawing(rows: Sequence[ValueRow], shown: Sequence[ValueRow | Fold], mesh: Me
         y += LINE
         sections[-1]["end"] = y + 4
     return {
-        "width": width, "height": y + MARGIN, "line": LINE, "margin": MARGIN, "columns": columns, "lines": lines,
-        "sections": sections, "axes": axis_titles(columns, mesh), "legend": legend(rows, columns["name"]),
+        "width": width,
+        "height": y + MARGIN,
+        "line": LINE,
+        "margin": MARGIN,
+        "columns": columns,
+        "lines": lines,
+        "sections": sections,
+        "axes": axis_titles(columns, mesh),
+        "legend": legend(rows, columns["name"]),
         "arcs": arcs(rows, seen, middle, columns["name"] - 12),
-    }  # fmt: skip
+    }
 
 
 def place(seen: Sequence[ValueRow], mesh: Mesh) -> tuple[dict[str, float], float]:

@@ -1,4 +1,5 @@
-"""Writes a graph as Python that runs: one line a value, with its type, its layout, its module and the model's own line beside it."""
+"""Writes a graph as Python that runs: one line a value, with its type, its layout, its module and the model's own
+line beside it."""
 
 from __future__ import annotations
 

@@ -25,15 +25,30 @@ IDEAL = (
     "          or measure yours with `sbpc profile`"
 )
 FIGURES = (
-    "seconds", "compute_seconds", "comm_seconds", "exposed_seconds", "bubble_seconds", "recompute_seconds", "lower_bound", "gap",
-    "serial_gap", "flops", "flops_one_device", "bytes_sent", "memory",
-)  # fmt: skip
+    "seconds",
+    "compute_seconds",
+    "comm_seconds",
+    "exposed_seconds",
+    "bubble_seconds",
+    "recompute_seconds",
+    "lower_bound",
+    "gap",
+    "serial_gap",
+    "flops",
+    "flops_one_device",
+    "bytes_sent",
+    "memory",
+)
 
 
 def report(plan: Plan) -> Report:
     """Returns what is told of a plan."""
     tables = [parameter_table(plan), collective_table(plan), *([chunk_table(plan)] if plan.loop is not None else [])]
-    told = [*figure_lines(plan), *(f"LOUD      {note}" for note in plan.notes), *(f"note      {remark}" for remark in plan.remarks)]
+    told = [
+        *figure_lines(plan),
+        *(f"LOUD      {note}" for note in plan.notes),
+        *(f"note      {remark}" for remark in plan.remarks),
+    ]
     way = [f"{plan.mesh.ranks} ranks", *([plan.way] if plan.way else [])]
     return Report(f"{plan.options.model} on {plan.mesh}: {', '.join(way)}", (), tables, told)
 
@@ -45,11 +60,14 @@ def figure_lines(plan: Plan) -> list[str]:
     whole = f"one device's {quantity(cost.flops_one_device, '')} (1/{mesh.ranks} is {100 / mesh.ranks:.1f} %)"
     exposed = "" if cost.makespan is None else f", {cost.exposed_seconds:.3g} of them exposed"
     share_of_bubble = cost.bubble_seconds / cost.seconds if cost.seconds else 0.0
-    waits = f", {cost.bubble_seconds:.3g} ({share_of_bubble:.1%}) waiting for other stages" if cost.bubble_seconds else ""
+    waits = (
+        f", {cost.bubble_seconds:.3g} ({share_of_bubble:.1%}) waiting for other stages" if cost.bubble_seconds else ""
+    )
     serial = "" if cost.makespan is None else f", {100 * cost.serial_gap:.2f} % where nothing overlaps"
     sent = ", ".join(f"{quantity(size, 'B')} over {axis}" for axis, size in cost.bytes_sent.items() if size)
     lines = [
-        f"seconds   {cost.seconds:.3g} a step: {cost.compute_seconds:.3g} computing, {cost.comm_seconds:.3g} communicating{exposed}{waits}",
+        f"seconds   {cost.seconds:.3g} a step: {cost.compute_seconds:.3g} computing, {cost.comm_seconds:.3g} "
+        f"communicating{exposed}{waits}",
         *recompute_lines(cost),
         f"proof     no {least(plan)}: the gap is {100 * cost.gap:.2f} %{serial}",
         f"flops     {quantity(cost.flops, '')} a rank, {share:.1f} % of {whole}",
@@ -65,7 +83,10 @@ def figure_lines(plan: Plan) -> list[str]:
 def recompute_lines(cost: Cost) -> list[str]:
     """Returns a line about what is computed again, none if nothing is."""
     share = 100 * cost.recompute_seconds / cost.compute_seconds if cost.compute_seconds else 0.0
-    again = f"recompute {cost.recompute_seconds:.3g} seconds of computing, {share:.1f} % of it, make values of the forward again"
+    again = (
+        f"recompute {cost.recompute_seconds:.3g} seconds of computing, {share:.1f} % of it, make values of the "
+        "forward again"
+    )
     return [again] if cost.recompute_seconds else []
 
 
@@ -74,7 +95,11 @@ def least(plan: Plan) -> str:
     bound = plan.cost.lower_bound
     if plan.loop is not None:
         return f"layouts of {'these stages' if plan.axis else 'this loop'} take less than {bound:.3g} s"
-    does = f"sends less than {bound:,.0f} bytes a rank" if plan.cost.objective == BYTES else f"takes less than {bound:.3g} s"
+    does = (
+        f"sends less than {bound:,.0f} bytes a rank"
+        if plan.cost.objective == BYTES
+        else f"takes less than {bound:.3g} s"
+    )
     return f"plan{' with these pins' if plan.options.pin else ''} {does}"
 
 
@@ -130,14 +155,16 @@ def chips_of(layout: Layout) -> list[str]:
 
 
 def boxings(plan: Plan, stages: Container[int] | None = None) -> Iterator[tuple[Node, int]]:
-    """Yields the boxings of a plan that send, and how often each runs in a step; where `stages` are named, those of these stages alone."""
+    """Yields the boxings of a plan that send, and how often each runs in a step; where `stages` are named, those of
+    these stages alone."""
     for programs, stage in zip(plan.programs, plan.owners):
         for nodes, times in calls_of(plan, programs, plan.count) if stages is None or stage in stages else ():
             yield from ((node, times) for node in nodes if "step" in node.meta and node.meta["step"].collective in WIRE)
 
 
 def collectives(plan: Plan) -> dict[tuple[str, str], tuple[int, float]]:
-    """Returns by axis and collective how many there are, and the bytes that a rank sends; with stages, those of the busiest one."""
+    """Returns by axis and collective how many there are, and the bytes that a rank sends; with stages, those of the
+    busiest one."""
     totals, mesh = dict[tuple[str, str], tuple[int, float]](), plan.inner
     for node, times in boxings(plan, (plan.busiest,)):
         step, value = node.meta["step"], node.meta["val"]
@@ -158,11 +185,23 @@ def collective_table(plan: Plan) -> Table:
 def chunk_table(plan: Plan) -> Table:
     """Returns the chunks of the model with what each takes for a micro-batch."""
     rows = [
-        (str(at), str(plan.owners[at]), span_of(chunk), quantity(part.program(RUNS[FORWARD]).seconds, "s"),
-         quantity(part.program(RUNS[BACKWARD]).seconds, "s"), quantity(sum(part.homes.values()), "B"), ", ".join(chunk.sends.values()))
+        (
+            str(at),
+            str(plan.owners[at]),
+            span_of(chunk),
+            quantity(part.program(RUNS[FORWARD]).seconds, "s"),
+            quantity(part.program(RUNS[BACKWARD]).seconds, "s"),
+            quantity(sum(part.homes.values()), "B"),
+            ", ".join(chunk.sends.values()),
+        )
         for at, (chunk, part) in enumerate(zip(plan.chunks, plan.parts))
-    ]  # fmt: skip
-    return Table("chunks", ("chunk", "stage", "modules", "forward", "backward", "parameters", "sends"), rows, ("modules", "sends"))
+    ]
+    return Table(
+        "chunks",
+        ("chunk", "stage", "modules", "forward", "backward", "parameters", "sends"),
+        rows,
+        ("modules", "sends"),
+    )
 
 
 def span_of(chunk: Chunk) -> str:
@@ -193,12 +232,20 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 def stages_json(plan: Plan) -> dict[str, Any]:
     """Returns what the report tells of stages and chunks."""
     return {
-        "stages": plan.axis, "schedule": plan.schedule, "microbatches": plan.count,
+        "stages": plan.axis,
+        "schedule": plan.schedule,
+        "microbatches": plan.count,
         "memory_by_stage": [plan.memory_of(stage) for stage in range(plan.stages)],
         "chunks": [
-            {"stage": plan.owners[at], "modules": span_of(chunk), "forward_seconds": part.program(RUNS[FORWARD]).seconds,
-             "backward_seconds": part.program(RUNS[BACKWARD]).seconds, "parameters": list(chunk.parameters),
-             "receives": list(chunk.receives.values()), "sends": list(chunk.sends.values())}
+            {
+                "stage": plan.owners[at],
+                "modules": span_of(chunk),
+                "forward_seconds": part.program(RUNS[FORWARD]).seconds,
+                "backward_seconds": part.program(RUNS[BACKWARD]).seconds,
+                "parameters": list(chunk.parameters),
+                "receives": list(chunk.receives.values()),
+                "sends": list(chunk.sends.values()),
+            }
             for at, (chunk, part) in enumerate(zip(plan.chunks, plan.parts))
         ],
-    }  # fmt: skip
+    }

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 
 import jinja2
 
-PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"), (1e-12, "p"))
+PREFIXES = (
+    (1e12, "T"),
+    (1e9, "G"),
+    (1e6, "M"),
+    (1e3, "k"),
+    (1.0, ""),
+    (1e-3, "m"),
+    (1e-6, "µ"),
+    (1e-9, "n"),
+    (1e-12, "p"),
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +35,9 @@ class Table:
         body = [list(self.heads), *map(list, self.rows)]
         widths = [max(len(row[column]) for row in body) for column in range(len(self.heads))]
         aligned = [head in self.left for head in self.heads]
-        texts = ["  ".join(c.ljust(w) if a else c.rjust(w) for c, w, a in zip(row, widths, aligned)).rstrip() for row in body]
+        texts = [
+            "  ".join(c.ljust(w) if a else c.rjust(w) for c, w, a in zip(row, widths, aligned)).rstrip() for row in body
+        ]
         return [self.title, *texts] if self.title else texts
 
 

@@ -36,9 +36,9 @@ class Row:
 class Comparison:
     """A step as predicted and as measured.
 
-    rows: the step, what it computes, what goes over each axis, where there are stages the bubble, and what else of the time nothing
-    is computed in. ops: by module (with * for its numbers) and op or collective, those that differ most in all seconds, the largest
-    difference first.
+    rows: the step, what it computes, what goes over each axis, where there are stages the bubble, and what else of
+    the time nothing is computed in. ops: by module (with * for its numbers) and op or collective, those that differ
+    most in all seconds, the largest difference first.
     """
 
     rows: list[Row]
@@ -63,10 +63,12 @@ class Comparison:
 
 
 def figures(events: Sequence[Event]) -> dict[str, float]:
-    """Returns the seconds of a step, of its computing, of what goes over each axis, and those in which nothing is computed: where it
-    waits for other stages, and the others."""
+    """Returns the seconds of a step, of its computing, of what goes over each axis, and those in which nothing is
+    computed: where it waits for other stages, and the others."""
     whole = makespan(list(events))
-    compute = math.fsum(event.end - event.start for event in events if event.stream == COMPUTE and event.kind not in IDLE)
+    compute = math.fsum(
+        event.end - event.start for event in events if event.stream == COMPUTE and event.kind not in IDLE
+    )
     waits = [event.end - event.start for event in events if event.kind == BUBBLE]
     bubble = {"bubble: waiting for other stages": math.fsum(waits)} if waits else {}
     by_axis: dict[str, float] = {}
@@ -75,7 +77,13 @@ def figures(events: Sequence[Event]) -> dict[str, float]:
             name = f"moving data over {event.axis}"
             by_axis[name] = by_axis.get(name, 0.0) + event.end - event.start
     exposed = whole - compute - math.fsum(waits)
-    return {"a step": whole, "computing": compute, **dict(sorted(by_axis.items())), **bubble, "exposed: not computing": exposed}
+    return {
+        "a step": whole,
+        "computing": compute,
+        **dict(sorted(by_axis.items())),
+        **bubble,
+        "exposed: not computing": exposed,
+    }
 
 
 def op_seconds(events: Sequence[Event]) -> dict[str, float]:
@@ -83,7 +91,9 @@ def op_seconds(events: Sequence[Event]) -> dict[str, float]:
     found: dict[str, float] = {}
     for event in events:
         if event.kind not in IDLE:
-            name = f"{numberless(event.module) or 'the model'}: {event.kind}" + (f" over {event.axis}" if event.axis else "")
+            name = f"{numberless(event.module) or 'the model'}: {event.kind}" + (
+                f" over {event.axis}" if event.axis else ""
+            )
             found[name] = found.get(name, 0.0) + event.end - event.start
     return found
 
@@ -97,7 +107,12 @@ def joined(predicted: dict[str, float], measured: dict[str, float]) -> list[Row]
 def table(title: str, rows: Sequence[Row]) -> Table:
     """Returns rows as a table."""
     texts = [
-        (row.name, quantity(row.predicted, "s"), quantity(row.measured, "s"), f"{row.ratio:.3g}" if row.predicted else "")
+        (
+            row.name,
+            quantity(row.predicted, "s"),
+            quantity(row.measured, "s"),
+            f"{row.ratio:.3g}" if row.predicted else "",
+        )
         for row in rows
     ]
     return Table(title, ("", "predicted", "measured", "ratio"), texts, left=("",))

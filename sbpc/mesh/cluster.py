@@ -40,9 +40,9 @@ RANGES = {  # of every figure its unit, the least and the most: wide, but no cos
 class Rate:
     """How one collective runs over groups of `ranks` ranks on one link; None: over groups of any size, on either link.
 
-    latency: seconds a round, None for the link's own. efficiency: bytes that the textbook's ring sends, per second, as a
-    fraction of the link's bandwidth. traffic: bytes on the wire for each byte that the textbook's ring sends. least:
-    seconds that it takes at least, however few its bytes and, unlike the latency, however many its ranks.
+    latency: seconds a round, None for the link's own. efficiency: bytes that the textbook's ring sends, per second,
+    as a fraction of the link's bandwidth. traffic: bytes on the wire for each byte that the textbook's ring sends.
+    least: seconds that it takes at least, however few its bytes and, unlike the latency, however many its ranks.
     """
 
     collective: str
@@ -58,23 +58,26 @@ class Rate:
 class Cluster:
     """Figures of one device and of its links; see `Mesh` for who uses which link.
 
-    peak: flop/s of one device. memory_bandwidth: bytes/s of its memory. launch: seconds, the least that a kernel takes.
-    ranks_per_node: how many ranks share a node. intra_* and inter_*: seconds of latency for one round of a collective, and
-    bytes/s: what one rank sends inside a node, and what one *node* sends to the others. memory: bytes of one device. collectives:
-    where one runs otherwise than in those figures. source: where the figures are from.
+    peak: flop/s of one device. memory_bandwidth: bytes/s of its memory. launch: seconds, the least that a kernel
+    takes. ranks_per_node: how many ranks share a node. intra_* and inter_*: seconds of latency for one round of a
+    collective, and bytes/s: what one rank sends inside a node, and what one *node* sends to the others. memory:
+    bytes of one device. collectives: where one runs otherwise than in those figures. source: where the figures are
+    from.
 
-    hidden: which part of a kernel's multiplying, moving and starting the longest of them hides: with 1 it takes as long as that one,
-    with 0 as all three. All this is so where all ranks compute, and nothing else goes on. sharing: how many times as fast one rank
-    computes while no other one does: more than 1 where ranks share cores. kernels_beside, links_beside: how many times as long kernels
-    take beside a collective that is on its way, and that beside kernels: more than 1 where a processor does both. attention,
-    convolution: how many times as long such a kernel takes as a product of as many flops. start: seconds of computing that it costs a
-    rank to start a collective that then runs beside kernels.
+    hidden: which part of a kernel's multiplying, moving and starting the longest of them hides: with 1 it takes as
+    long as that one, with 0 as all three. All this is so where all ranks compute, and nothing else goes on. sharing:
+    how many times as fast one rank computes while no other one does: more than 1 where ranks share cores.
+    kernels_beside, links_beside: how many times as long kernels take beside a collective that is on its way, and
+    that beside kernels: more than 1 where a processor does both. attention, convolution: how many times as long such
+    a kernel takes as a product of as many flops. start: seconds of computing that it costs a rank to start a
+    collective that then runs beside kernels.
 
-    Named clusters (see `Mesh`) have published figures, for bfloat16 on GPUs: they order plans, but no device reaches them. On an H200
-    a GPT of wide layers took 1.4 x as long as they say. `sbpc profile -o cluster.json`, alone or under torchrun, measures yours: of
-    each collective the latency of a round, the rate, and what a small message takes at least. With `--links h100` it measures devices
-    alone, one is enough, and takes the links as published; the same GPT then took 0.95 x of what was told.
-    `Cluster.load("cluster.json")` reads that file, and so does `--cluster cluster.json`.
+    Named clusters (see `Mesh`) have published figures, for bfloat16 on GPUs: they order plans, but no device reaches
+    them. On an H200 a GPT of wide layers took 1.4 x as long as they say. `sbpc profile -o cluster.json`, alone or
+    under torchrun, measures yours: of each collective the latency of a round, the rate, and what a small message
+    takes at least. With `--links h100` it measures devices alone, one is enough, and takes the links as published;
+    the same GPT then took 0.95 x of what was told. `Cluster.load("cluster.json")` reads that file, and so does
+    `--cluster cluster.json`.
 
     >>> cluster = Cluster("two nodes", 100e12, 1e12, 4e-6, 8, 3e-6, 100e9, 14e-6, 25e9)
     >>> cluster.ranks_per_node, cluster.inter_bandwidth
@@ -106,7 +109,9 @@ class Cluster:
     def __post_init__(self) -> None:
         for name in ("name", "source"):
             if not is_name(getattr(self, name)):
-                raise MeshError(f"cluster {shown(self.name)}: {name} is {shown(getattr(self, name))}\n  It is a text of one line.")
+                raise MeshError(
+                    f"cluster {shown(self.name)}: {name} is {shown(getattr(self, name))}\n  It is a text of one line."
+                )
         check_count(f"cluster {self.name!r}: ranks_per_node", self.ranks_per_node, 1)
         check_figures(f"cluster {self.name!r}: ", self)
         if not isinstance(self.collectives, tuple) or not all(isinstance(rate, Rate) for rate in self.collectives):
@@ -121,14 +126,15 @@ class Cluster:
         return 1.0 - 1.0 / self.kernels_beside
 
     def kernel_seconds(self, op: str, flops: Any, bytes_moved: Any, rates: Sequence[Any] = ()) -> Any:
-        """Returns the seconds of a call of an op; arguments as those of the function `kernel_seconds`. rates: its peak, memory bandwidth
-        and launch, by default the cluster's."""
+        """Returns the seconds of a call of an op; arguments as those of the function `kernel_seconds`. rates: its
+        peak, memory bandwidth and launch, by default the cluster's."""
         work = flops * next((getattr(self, name) for name in SLOWER if name in op), 1.0)
         peak, bandwidth, launch = rates or (self.peak, self.memory_bandwidth, self.launch)
         return kernel_seconds(work, bytes_moved, peak, bandwidth, launch, self.hidden)
 
     def rate(self, collective: str, ranks: int, link: str) -> Rate:
-        """Returns how a collective runs over groups of `ranks` on `link`: as given for this link and the nearest group size."""
+        """Returns how a collective runs over groups of `ranks` on `link`: as given for this link and the nearest
+        group size."""
         fitting = [rate for rate in self.collectives if rate.collective == collective and rate.link in (link, None)]
 
         def distance(rate: Rate) -> tuple[float, bool]:
@@ -163,7 +169,8 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
-        """Returns the cluster in a file that `save` or `sbpc profile` wrote. Raises MeshError for a figure that is missing or bad."""
+        """Returns the cluster in a file that `save` or `sbpc profile` wrote. Raises MeshError for a figure that is
+        missing or bad."""
         check_kinds(MeshError, path=(path, "a path"))
         try:
             figures = read_json(Path(path).read_text())
@@ -189,7 +196,8 @@ def keyed(cls: type, figures: Any, what: str) -> dict[str, Any]:
 
 
 def check_figures(what: str, given: Cluster | Rate) -> None:
-    """Raise MeshError, which begins with `what`, unless every figure is a number in its range, or left out where it may be."""
+    """Raise MeshError, which begins with `what`, unless every figure is a number in its range, or left out where it
+    may be."""
     for name, value in vars(given).items():
         if name not in RANGES or (value is None and getattr(type(given), name, ...) is None):
             continue
@@ -224,38 +232,93 @@ CLUSTERS = {
     for cluster in (
         Cluster("ideal", 1e12, math.inf, 0.0, MOST, 0.0, 1e12, 0.0, 1e12, source="no machine: a byte costs a flop"),
         Cluster(
-            "a100", 312e12, 2.039e12, 4e-6, 8, 3.4e-6, 300e9, 14e-6, 200e9, memory=80e9,
+            "a100",
+            312e12,
+            2.039e12,
+            4e-6,
+            8,
+            3.4e-6,
+            300e9,
+            14e-6,
+            200e9,
+            memory=80e9,
             source="NVIDIA DGX A100 80GB datasheet: bf16 dense, HBM2e, NVLink 3 in one direction, "
             f"8 x 200 Gbit/s InfiniBand per node; {NCCL}",
         ),
         Cluster(
-            "h100", 989e12, 3.35e12, 4e-6, 8, 3.4e-6, 450e9, 14e-6, 400e9, memory=80e9,
+            "h100",
+            989e12,
+            3.35e12,
+            4e-6,
+            8,
+            3.4e-6,
+            450e9,
+            14e-6,
+            400e9,
+            memory=80e9,
             source="NVIDIA DGX H100 datasheet: bf16 dense, HBM3, NVLink 4 in one direction, "
             f"8 x 400 Gbit/s InfiniBand per node; {NCCL}",
         ),
         Cluster(
-            "perlmutter", 312e12, 1.555e12, 4e-6, 4, 3.4e-6, 300e9, 14e-6, 100e9, memory=40e9,
+            "perlmutter",
+            312e12,
+            1.555e12,
+            4e-6,
+            4,
+            3.4e-6,
+            300e9,
+            14e-6,
+            100e9,
+            memory=40e9,
             source="NERSC, Perlmutter architecture: 4 x A100 40GB (bf16 dense, HBM2), 12 links of NVLink 3 at 25 GB/s, "
             f"4 x Slingshot 11 at 200 Gbit/s per node; {NCCL}",
         ),
         Cluster(
-            "frontier", 191.5e12, 1.6e12, 4e-6, 8, 5.7e-6, 50e9, 14e-6, 100e9, memory=64e9,
-            source="OLCF, Frontier user guide: 8 dies (half an MI250X: bf16, HBM2e) per node, the slowest Infinity Fabric "
+            "frontier",
+            191.5e12,
+            1.6e12,
+            4e-6,
+            8,
+            5.7e-6,
+            50e9,
+            14e-6,
+            100e9,
+            memory=64e9,
+            source="OLCF, Frontier user guide: 8 dies (half an MI250X: bf16, HBM2e) per node, the slowest Infinity "
+            "Fabric "
             "link of a ring through all 8 (50 GB/s of 50 to 200), 4 x Slingshot 11 at 200 Gbit/s per node; "
             "latencies and launch floor: as for others, PCIe and network",
         ),
         Cluster(
-            "workstation", 154.8e12, 768e9, 4e-6, 4, 5.7e-6, 31.5e9, 14e-6, 1.25e9, memory=48e9,
+            "workstation",
+            154.8e12,
+            768e9,
+            4e-6,
+            4,
+            5.7e-6,
+            31.5e9,
+            14e-6,
+            1.25e9,
+            memory=48e9,
             source="NVIDIA RTX A6000 datasheet: bf16 dense, GDDR6; 4 of them on PCIe 4.0 x16, without NVLink, "
             f"10 Gbit/s Ethernet outside; {NCCL}",
         ),
         Cluster(
-            "ethernet", 0.97e12, 51.2e9, 5e-6, 1, 50e-6, 118.7e6, 50e-6, 118.7e6, memory=32e9,
+            "ethernet",
+            0.97e12,
+            51.2e9,
+            5e-6,
+            1,
+            50e-6,
+            118.7e6,
+            50e-6,
+            118.7e6,
+            memory=32e9,
             source="one 8-core desktop per rank (AMD Ryzen 7 5800X: 8 x 3.8 GHz x 32 flops in float32; DDR4-3200, two "
             "channels), 1 Gbit/s Ethernet (1,460 of 1,538 bytes a frame); latency and launch floor: estimated",
         ),
     )
-}  # fmt: skip
+}
 
 
 def named_cluster(name: str) -> Cluster:
@@ -266,8 +329,11 @@ def named_cluster(name: str) -> Cluster:
     return CLUSTERS[name]
 
 
-def kernel_seconds(flops: Any, bytes_moved: Any, peak: Any, memory_bandwidth: Any, launch: Any, hidden: float = 1.0) -> Any:
-    """Seconds of one kernel; every argument but `hidden` a number, a numpy array or a sympy expression. hidden: see `Cluster`."""
+def kernel_seconds(
+    flops: Any, bytes_moved: Any, peak: Any, memory_bandwidth: Any, launch: Any, hidden: float = 1.0
+) -> Any:
+    """Seconds of one kernel; every argument but `hidden` a number, a numpy array or a sympy expression. hidden: see
+    `Cluster`."""
     terms = flops / peak, bytes_moved / memory_bandwidth, launch
     most = largest(*terms)
     return most if hidden == 1.0 else hidden * most + (1.0 - hidden) * sum(terms)

@@ -24,11 +24,12 @@ STATES = {*get_args(State)}
 class Layout:
     """One state (`S(dim)`, `B` or `P`) for each mesh axis, outermost axis first.
 
-    `[S(0), B]` on axes data, tensor is split over data and whole over tensor. `[S(0), S(0)]` cuts dim 0 over data, and each piece
-    again over tensor. Where axes cut one dim in another order the text adds it: `S(0)@tensor>data` cuts over tensor first.
+    `[S(0), B]` on axes data, tensor is split over data and whole over tensor. `[S(0), S(0)]` cuts dim 0 over data,
+    and each piece again over tensor. Where axes cut one dim in another order the text adds it: `S(0)@tensor>data`
+    cuts over tensor first.
 
-    `order` lists the splitting axes (by number) grouped by the dim they cut, dims ascending, and within a dim in the order of
-    cutting; left out, it is mesh order. Only the order within a dim distinguishes two layouts.
+    `order` lists the splitting axes (by number) grouped by the dim they cut, dims ascending, and within a dim in the
+    order of cutting; left out, it is mesh order. Only the order within a dim distinguishes two layouts.
 
     >>> Layout(("data", "tensor"), (Split(0), Split(0)))
     [S(0), S(0)]
@@ -43,9 +44,15 @@ class Layout:
     order: Axes = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.axes, tuple) or not isinstance(self.states, tuple) or not {*map(type, self.states)} <= STATES:
+        if (
+            not isinstance(self.axes, tuple)
+            or not isinstance(self.states, tuple)
+            or not {*map(type, self.states)} <= STATES
+        ):
             what = f"a layout of the axes {shown(self.axes)} and the states {shown(self.states)}"
-            raise LayoutError(f"{what}\n  Give mesh.axes and a state for each: sbpc.Layout(mesh.axes, (sbpc.S(0), sbpc.B)).")
+            raise LayoutError(
+                f"{what}\n  Give mesh.axes and a state for each: sbpc.Layout(mesh.axes, (sbpc.S(0), sbpc.B))."
+            )
         if len(self.axes) != len(self.states):
             what = f"{len(self.states)} states for the axes {', '.join(self.axes)}"
             raise LayoutError(f"{what}\n  Give one state per axis.")
@@ -168,7 +175,8 @@ def broadcast(axes: Sequence[str]) -> Layout:
 
 
 def chunk(size: int, axes: Numbers, sizes: Numbers, coordinates: Numbers) -> tuple[int, int]:
-    """Where the chunk begins that the rank at `coordinates` has of a dim that `axes` cut one after the other, and its length.
+    """Where the chunk begins that the rank at `coordinates` has of a dim that `axes` cut one after the other, and
+    its length.
 
     >>> chunk(10, (0, 1), (2, 3), (1, 2))
     (9, 1)
@@ -184,8 +192,8 @@ def chunk(size: int, axes: Numbers, sizes: Numbers, coordinates: Numbers) -> tup
 def cut(size: Any, axes: Iterable[int], sizes: Any, symbols: Sequence[Any] | None = None, dim: Any = None) -> Any:
     """The largest chunk of a dim of `size` that `axes` cut one after the other.
 
-    size, and by axis `sizes`: numbers, or arrays of them. With `symbols` for the sizes of the axes it is a formula: n / p
-    where that is even at these sizes, else ceiling(n / p); `dim` stands for n.
+    size, and by axis `sizes`: numbers, or arrays of them. With `symbols` for the sizes of the axes it is a formula:
+    n / p where that is even at these sizes, else ceiling(n / p); `dim` stands for n.
 
     >>> cut(10, (0, 1), (2, 3)), cut(10, (0, 1), (2, 3), sympy.symbols("x y"))
     (2, ceiling(10/(x*y)))
@@ -201,9 +209,13 @@ def cut(size: Any, axes: Iterable[int], sizes: Any, symbols: Sequence[Any] | Non
 
 
 def numel(
-    shape: Numbers, cuts: Sequence[Numbers], sizes: Any, symbols: Sequence[Any] | None = None,
+    shape: Numbers,
+    cuts: Sequence[Numbers],
+    sizes: Any,
+    symbols: Sequence[Any] | None = None,
     dims: Sequence[Any] = (),
-) -> Any:  # fmt: skip
-    """The elements of the largest shard of a tensor. cuts: by dim the axes that cut it; see `cut`. dims: what stands for `shape`."""
+) -> Any:
+    """The elements of the largest shard of a tensor. cuts: by dim the axes that cut it; see `cut`. dims: what stands
+    for `shape`."""
     formulas = dims or (None,) * len(shape)
     return math.prod(cut(size, axes, sizes, symbols, dim) for size, axes, dim in zip(shape, cuts, formulas))

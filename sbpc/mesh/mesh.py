@@ -23,11 +23,11 @@ def in_formulas(name: str) -> bool:
 class Mesh:
     """Ranks in a grid of named axes: `Mesh(data=2, tensor=4)`.
 
-    Axes are given outermost first and ranks are row-major, so the last axis is the innermost and has the fastest links. The names
-    mean nothing to the solver: what you call `data` may well serve tensor parallelism, if that is cheaper; pins decide where you
-    want to. cluster: what computing and sending cost; a `Cluster`, the name of one ("a100", "h100", "perlmutter", "frontier",
-    "workstation", "ethernet"), or None for "ideal". There a byte costs as much as a flop and nothing else costs: it shows what a
-    plan can do, and predicts no real machine.
+    Axes are given outermost first and ranks are row-major, so the last axis is the innermost and has the fastest
+    links. The names mean nothing to the solver: what you call `data` may well serve tensor parallelism, if that is
+    cheaper; pins decide where you want to. cluster: what computing and sending cost; a `Cluster`, the name of one
+    ("a100", "h100", "perlmutter", "frontier", "workstation", "ethernet"), or None for "ideal". There a byte costs as
+    much as a flop and nothing else costs: it shows what a plan can do, and predicts no real machine.
 
     >>> mesh = Mesh(data=2, tensor=4)
     >>> mesh, mesh.ranks, mesh.coordinates(5), mesh.rank((1, 1))
@@ -70,7 +70,8 @@ class Mesh:
         return functools.reduce(lambda total, item: total * item[0] + item[1], zip(self.sizes, coordinates), 0)
 
     def without(self, axis: str | None) -> Mesh:
-        """Returns the mesh of one stage where stages are along an axis: all others, or one rank; without an axis the whole mesh.
+        """Returns the mesh of one stage where stages are along an axis: all others, or one rank; without an axis the
+        whole mesh.
 
         Raises MeshError if there is no such axis.
         """
@@ -96,7 +97,8 @@ class Mesh:
         return [tuple(range(first, last)) for first, last in ends]
 
     def groups(self, axes: Numbers) -> list[list[int]]:
-        """Returns the groups of ranks that differ only along `axes` (numbers, ascending), each row-major, by first rank.
+        """Returns the groups of ranks that differ only along `axes` (numbers, ascending), each row-major, by first
+        rank.
 
         >>> Mesh(data=2, tensor=2).groups((0,))
         [[0, 2], [1, 3]]
@@ -107,8 +109,8 @@ class Mesh:
         return list(grouped.values())
 
     def link(self, axes: Numbers, collective: str) -> tuple[float, float, float]:
-        """Returns, for one rank in a collective over `axes` (neighbours): seconds of latency of a round, bytes/s, and the seconds that the
-        collective takes at least.
+        """Returns, for one rank in a collective over `axes` (neighbours): seconds of latency of a round, bytes/s,
+        and the seconds that the collective takes at least.
 
         Groups that leave a node share its links: with `inner` ranks between two neighbours of a group, that many
         groups (at most a node full) cross at once.

@@ -145,8 +145,9 @@ def both(first: Mapping[str, Wish], second: Mapping[str, Wish], mesh: Mesh) -> d
 def conflict(pins: Mapping[str, str], refusal: Callable[[Mapping[str, str]], SbpcError | None]) -> SbpcError:
     """The error about pins that cannot be met, with the fewest of them that conflict.
 
-    Each pin is left out in turn, and stays out if the others still conflict: what is left conflicts without any of its
-    parts doing so. Then smaller sets are tried, the smallest first, TRIES in all. refusal: the error that some pins give.
+    Each pin is left out in turn, and stays out if the others still conflict: what is left conflicts without any of
+    its parts doing so. Then smaller sets are tried, the smallest first, TRIES in all. refusal: the error that some
+    pins give.
     """
     needed = dict(pins)
     for pattern in pins:

@@ -24,7 +24,8 @@ Numbers = Sequence[int]  # of axes, of dims; their sizes; coordinates
 
 @dataclass(frozen=True)
 class Split:
-    """`S(dim)`: rank r holds the r-th chunk of dim `dim`, cut as `torch.chunk` cuts: trailing chunks may be short or empty.
+    """`S(dim)`: rank r holds the r-th chunk of dim `dim`, cut as `torch.chunk` cuts: trailing chunks may be short or
+    empty.
 
     >>> [part.tolist() for part in shards(torch.arange(6).view(2, 3), S(1), 2)]
     [[[0, 1], [3, 4]], [[2], [5]]]
@@ -50,7 +51,8 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class Partial:
-    """`P`: the tensor is the elementwise `op` ("sum", "max" or "min") of what the ranks hold, each as large as the tensor.
+    """`P`: the tensor is the elementwise `op` ("sum", "max" or "min") of what the ranks hold, each as large as the
+    tensor.
 
     >>> whole([torch.tensor([1, 2]), torch.tensor([10, 20])], P).tolist()
     [11, 22]

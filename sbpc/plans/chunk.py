@@ -60,9 +60,10 @@ class Rewriter:
 class Chunk:
     """One chunk of a model, laid out on the mesh of a stage, and what its ports stand for.
 
-    bare: the graph at global shapes. assignment: its layouts. ready: annotates and checks the graph when it is first asked for, as of
-    equal chunks most never are; None where that is done. arguments: by input, the name of the body's input. results: by output, the
-    number of the body's output. receives, sends: by port, the name of the value that crosses between chunks.
+    bare: the graph at global shapes. assignment: its layouts. ready: annotates and checks the graph when it is first
+    asked for, as of equal chunks most never are; None where that is done. arguments: by input, the name of the
+    body's input. results: by output, the number of the body's output. receives, sends: by port, the name of the
+    value that crosses between chunks.
     """
 
     mesh: Mesh
@@ -136,14 +137,15 @@ class Chunk:
         return (*self.annotated.meta["notes"], *(replicated(self.unscheduled, self.mesh) if replicates else ()))
 
     def shape_class(self, rank: int) -> tuple[Any, ...]:
-        """Returns what distinguishes the program of one rank from another's: the local shapes of everything that is cut."""
+        """Returns what distinguishes the program of one rank from another's: the local shapes of everything that is
+        cut."""
         coordinates = self.mesh.coordinates(rank)
         return tuple(layout.local_shape(shape, self.mesh.sizes, coordinates) for layout, shape in self.cut_shapes)
 
     @functools.cached_property
     def cut_shapes(self) -> list[tuple[Layout, tuple[int, ...]]]:
-        """Every layout on whose local shapes the programs depend, with its global shape: those in which tensors are held, and
-        what else `Step.layouts` has."""
+        """Every layout on whose local shapes the programs depend, with its global shape: those in which tensors are
+        held, and what else `Step.layouts` has."""
         pairs: dict[tuple[Layout, tuple[int, ...]], None] = {}  # each once, in order
         for node in self.unscheduled.graph.nodes:
             sbp, value = node.meta.get("sbp"), node.meta.get("val")
@@ -166,8 +168,8 @@ class Chunk:
         return frozenset(port for port, node in outputs(self.bare) if port in self.sends and self.parts[node] == INPUTS)
 
     def arriving(self, which: Parts) -> list[Port]:
-        """Returns the ports that a micro-batch fills before the program of some parts runs: inputs for the forward, and what later stages
-        send back for the backward of inputs."""
+        """Returns the ports that a micro-batch fills before the program of some parts runs: inputs for the forward,
+        and what later stages send back for the backward of inputs."""
         kinds = {INPUT: FORWARD in which, TANGENT: INPUTS in which}
         return [port for port in self.ports.inputs if kinds.get(port.kind)]
 

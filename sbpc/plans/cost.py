@@ -1,7 +1,9 @@
-"""Holds what a plan costs: seconds, bytes on the wire, flops and memory, written once for numbers and for sympy symbols.
+"""Holds what a plan costs: seconds, bytes on the wire, flops and memory, written once for numbers and for sympy
+symbols.
 
 Per rank, on the busiest one: a kernel takes max(flops / peak, bytes / memory bandwidth, launch), a collective takes
-rounds * latency + bytes / bandwidth, or what the collective takes at least (see `Mesh.link`). The step takes the sum of both.
+rounds * latency + bytes / bandwidth, or what the collective takes at least (see `Mesh.link`). The step takes the sum
+of both.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ CHUNK = 1 << 13  # configurations that are evaluated at once: what fits into a c
 class Kernel:
     """One op of a plan: its factors with their global sizes and the axes that cut them, and the tensors it touches.
 
-    op: its name, empty where it has no rule. tensors: per tensor read or written, its bytes per element, its global shape and the axes
-    that cut each dim. free: a view, for which no kernel runs. work: local factor sizes -> flops. dims: the sizes of the factors, then
-    those of each tensor's dims, as they stand in formulas; empty where the numbers do.
+    op: its name, empty where it has no rule. tensors: per tensor read or written, its bytes per element, its global
+    shape and the axes that cut each dim. free: a view, for which no kernel runs. work: local factor sizes -> flops.
+    dims: the sizes of the factors, then those of each tensor's dims, as they stand in formulas; empty where the
+    numbers do.
     """
 
     op: str
@@ -65,10 +68,11 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Terms:
-    """What the formulas of a cost are sums over: kernels and transfers of the busiest stage, equal ones once, with how often they run, a
-    number or a formula.
+    """What the formulas of a cost are sums over: kernels and transfers of the busiest stage, equal ones once, with
+    how often they run, a number or a formula.
 
-    mesh: of a stage. numbers: values of the symbols that are no figure of mesh or cluster. memory_of: sizes of axes -> bytes at the peak.
+    mesh: of a stage. numbers: values of the symbols that are no figure of mesh or cluster. memory_of: sizes of axes
+    -> bytes at the peak.
     """
 
     mesh: Mesh
@@ -82,19 +86,21 @@ class Terms:
 class Cost:
     """The cost of one step of a plan on the busiest rank.
 
-    compute_seconds, comm_seconds: that kernels and collectives are busy, if each collective goes by itself. makespan: seconds from the
-    start of the step to its end, with collectives beside kernels, several in one message (`sbpc.plans.timeline`), and stages as their
-    schedule goes; None where everything runs one after the other. bubble_seconds: that a rank waits for other stages. flops,
-    flops_one_device: of a rank, and of the model on one device. bytes_sent: by axis ("data", merged ones "data+tensor", that of stages),
-    padding included. memory: bytes by kind (parameters, gradients, optimizer, activations, temporaries); "total" is the peak over the
-    step. lower_bound: what no plan of the same space, or no layouts of the same stages, can beat; seconds, or bytes where `objective` is
-    "bytes". serial_bound: what compute_seconds + comm_seconds of no plan can beat; with stages, those of the mean one. recompute_seconds:
-    the part of compute_seconds in which values of the forward are computed again.
+    compute_seconds, comm_seconds: that kernels and collectives are busy, if each collective goes by itself.
+    makespan: seconds from the start of the step to its end, with collectives beside kernels, several in one message
+    (`sbpc.plans.timeline`), and stages as their schedule goes; None where everything runs one after the other.
+    bubble_seconds: that a rank waits for other stages. flops, flops_one_device: of a rank, and of the model on one
+    device. bytes_sent: by axis ("data", merged ones "data+tensor", that of stages), padding included. memory: bytes
+    by kind (parameters, gradients, optimizer, activations, temporaries); "total" is the peak over the step.
+    lower_bound: what no plan of the same space, or no layouts of the same stages, can beat; seconds, or bytes where
+    `objective` is "bytes". serial_bound: what compute_seconds + comm_seconds of no plan can beat; with stages, those
+    of the mean one. recompute_seconds: the part of compute_seconds in which values of the forward are computed
+    again.
 
-    `expr` (of compute_seconds + comm_seconds, whatever overlaps, of the busiest stage), `bytes_expr` (over the axes of a stage) and
-    `memory_expr` (of the peak, with the calls in the plan's order) are formulas in the sizes of axes, the figures of the cluster, the
-    dims that `dynamic=` of `sbpc.plan` names, and of a loop the number of micro-batches `m` and the `batch`. `subs` puts numbers into
-    `expr`, `evaluate` arrays of numbers.
+    `expr` (of compute_seconds + comm_seconds, whatever overlaps, of the busiest stage), `bytes_expr` (over the axes
+    of a stage) and `memory_expr` (of the peak, with the calls in the plan's order) are formulas in the sizes of
+    axes, the figures of the cluster, the dims that `dynamic=` of `sbpc.plan` names, and of a loop the number of
+    micro-batches `m` and the `batch`. `subs` puts numbers into `expr`, `evaluate` arrays of numbers.
     """
 
     compute_seconds: float
@@ -114,7 +120,8 @@ class Cost:
     def __repr__(self) -> str:
         sent = ", ".join(f"{size:,.0f} over {axes}" for axes, size in self.bytes_sent.items() if size) or "none"
         return (
-            f"Cost({self.seconds:.6g} s: computing {self.compute_seconds:.6g} s, communicating {self.comm_seconds:.6g} s; "
+            f"Cost({self.seconds:.6g} s: computing {self.compute_seconds:.6g} s, communicating "
+            f"{self.comm_seconds:.6g} s; "
             f"bytes sent {sent}; memory {self.memory['total']:,} bytes; gap {self.gap:.2%})"
         )
 
@@ -137,12 +144,14 @@ class Cost:
 
     @property
     def paid(self) -> float:
-        """What the plan was made to have little of: seconds, or the bytes that the busiest rank sends, as `objective` says."""
+        """What the plan was made to have little of: seconds, or the bytes that the busiest rank sends, as
+        `objective` says."""
         return sum(self.bytes_sent.values()) if self.objective == "bytes" else self.seconds
 
     @property
     def serial_gap(self) -> float:
-        """How far the layouts may be from the best ones if nothing overlapped: the gap of compute_seconds + comm_seconds."""
+        """How far the layouts may be from the best ones if nothing overlapped: the gap of compute_seconds +
+        comm_seconds."""
         serial = self.compute_seconds + self.comm_seconds
         return (serial - self.serial_bound) / serial if serial else 0.0
 
@@ -182,19 +191,23 @@ class Cost:
         return numbers | dict(self.terms.numbers)
 
     def link_name(self, step: Step) -> str:
-        """Returns how the symbols of a step's link end: by axis, and by collective where the cluster tells them apart."""
+        """Returns how the symbols of a step's link end: by axis, and by collective where the cluster tells them
+        apart."""
         key = self.terms.mesh.key(step.axes).replace("+", "_")
         apart = any(rate.collective == step.collective for rate in self.terms.mesh.cluster.collectives)
         return f"{key}_{step.collective}" if apart else key
 
     @property
     def bytes_on_wire(self) -> dict[str, float]:
-        """By axis, the bytes that the backend puts on the wire: `bytes_sent` times the traffic that the cluster says it makes."""
+        """By axis, the bytes that the backend puts on the wire: `bytes_sent` times the traffic that the cluster says
+        it makes."""
         traffic, mesh = dict.fromkeys(self.bytes_sent, 0.0), self.terms.mesh
         for transfer, count in self.transfers:
             step = transfer.step
             _, sent = wire(step, transfer.shape, transfer.itemsize, mesh.sizes)
-            traffic[mesh.key(step.axes)] += self.counted(count) * float(sent) * mesh.rate(step.axes, step.collective).traffic
+            traffic[mesh.key(step.axes)] += (
+                self.counted(count) * float(sent) * mesh.rate(step.axes, step.collective).traffic
+            )
         return traffic
 
     def counted(self, times: Any) -> int:
@@ -203,7 +216,8 @@ class Cost:
 
     @functools.cached_property
     def expr(self) -> sympy.Expr:
-        """`compute_seconds + comm_seconds` as a formula in dims, axis sizes and figures of the cluster; see `symbols` and `numbers`."""
+        """`compute_seconds + comm_seconds` as a formula in dims, axis sizes and figures of the cluster; see
+        `symbols` and `numbers`."""
         s, mesh = self.symbols, self.terms.mesh
         sizes = tuple(s[name] for name in mesh.axes)
         terms = []
@@ -215,7 +229,8 @@ class Cost:
         for transfer, count in self.transfers:
             rounds, sent = self.wire_expr(transfer)
             key = self.link_name(transfer.step)
-            least = s[f"least_{key}"] * sympy.Min(rounds, 1) if f"least_{key}" in s else 0  # on one rank nothing is sent
+            # on one rank nothing is sent
+            least = s[f"least_{key}"] * sympy.Min(rounds, 1) if f"least_{key}" in s else 0
             terms.append(count * collective_seconds(rounds, sent, s[f"latency_{key}"], s[f"bandwidth_{key}"], least))
         return sympy.Add(*terms)
 
@@ -231,8 +246,8 @@ class Cost:
 
     @functools.cached_property
     def memory_expr(self) -> sympy.Expr:
-        """`memory["total"]` as a formula: put all numbers in at once, `memory_expr.xreplace({symbols["b"]: 64, ...})`, as sympy's `subs`
-        takes long to compare the terms of a maximum."""
+        """`memory["total"]` as a formula: put all numbers in at once, `memory_expr.xreplace({symbols["b"]: 64,
+        ...})`, as sympy's `subs` takes long to compare the terms of a maximum."""
         return self.terms.memory_of([self.symbols[name] for name in self.terms.mesh.axes])
 
     def wire_expr(self, transfer: Transfer) -> tuple[Any, Any]:
@@ -242,10 +257,12 @@ class Cost:
         return wire(transfer.step, transfer.shape, transfer.itemsize, mesh.sizes, sizes, transfer.dims)
 
     def subs(self, values: Mapping[str, float] | None = None, **more: float) -> float:
-        """Returns `expr` in seconds, with the values given here in place of this plan's own: `plan.cost.subs(b=64, data=8)`.
+        """Returns `expr` in seconds, with the values given here in place of this plan's own: `plan.cost.subs(b=64,
+        data=8)`.
 
-        The names are those of `symbols`. Where a size divided on this mesh it is taken to divide at the new sizes too. The layouts
-        stay those of the plan, though others may be better there. Raises KeyError for a name that the formula lacks.
+        The names are those of `symbols`. Where a size divided on this mesh it is taken to divide at the new sizes
+        too. The layouts stay those of the plan, though others may be better there. Raises KeyError for a name that
+        the formula lacks.
         """
         return float(self.evaluate(values, **more))
 

@@ -1,8 +1,9 @@
-"""Checks the graph of a stranger's file: it calls only ops that keep to their tensors, and its values are what these ops make.
+"""Checks the graph of a stranger's file: it calls only ops that keep to their tensors, and its values are what these
+ops make.
 
-Kernels of torch that its users do not call themselves trust what they are given: `aten._reshape_alias` its strides, the backward of a
-norm that there are as many means as rows, that of max pooling its indices. So a call of an op with a rule has to fit its rule, which
-binds the shapes of all operands, and other ops have to be listed here.
+Kernels of torch that its users do not call themselves trust what they are given: `aten._reshape_alias` its strides,
+the backward of a norm that there are as many means as rows, that of max pooling its indices. So a call of an op with
+a rule has to fit its rule, which binds the shapes of all operands, and other ops have to be listed here.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from sbpc.graph.ports import results
 from sbpc.plans.program_check import ShapeCheck
 from sbpc.rules.registry import match, row
 
-# Ops without a rule that captured models hold, where torch has no decomposition of them into ops with rules. Each checks its operands
-# itself, or FileCheck does; ops that crash or give silent numbers on operands of other shapes, or on indices far outside, are left out.
+# Ops without a rule that captured models hold, where torch has no decomposition of them into ops with rules. Each
+# checks its operands itself, or FileCheck does; ops that crash or give silent numbers on operands of other shapes, or
+# on indices far outside, are left out.
 UNRULED = frozenset({
     "_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward", "_cdist_forward", "_fft_c2c", "_fft_c2r", "_fft_r2c", "_linalg_det",
     "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "adaptive_max_pool2d", "adaptive_max_pool2d_backward",
@@ -32,7 +34,8 @@ UNRULED = frozenset({
     "index_reduce", "linalg_cholesky_ex", "linalg_inv_ex", "linalg_matrix_exp", "linalg_qr", "linalg_solve_triangular",
     "masked_scatter", "median", "nanmedian", "resolve_conj", "scatter_reduce", "slice_copy",
 })  # fmt: skip
-POOLED = {  # the backward of a pooling, which trusts its indices and the shape of its gradient, and how many dims it pools
+# the backward of a pooling, which trusts its indices and the shape of its gradient, and how many dims it pools
+POOLED = {
     "_adaptive_avg_pool3d_backward": 3, "adaptive_max_pool2d_backward": 2, "adaptive_max_pool3d_backward": 3,
     "max_pool2d_with_indices_backward": 2,
 }  # fmt: skip
@@ -52,21 +55,27 @@ def may_call(op: OpOverload) -> bool:
 
 def name_of(target: Any) -> str:
     """Returns the name of an op of torch, without its overload; "" for an op of somebody else."""
-    space, _, name = target._schema.name.partition("::") if isinstance(target, OpOverload) else ("aten", "", target.__name__)
+    space, _, name = (
+        target._schema.name.partition("::") if isinstance(target, OpOverload) else ("aten", "", target.__name__)
+    )
     return name if space in ("aten", "_c10d_functional") else ""
 
 
 Bounds = Sequence[int | None]  # by value a number above all its elements, where they are indices of a pooling
 
 
-def check_graph(gm: GraphModule, made: dict[Any, Any], collectives: bool = False, given: Bounds = ()) -> list[int | None]:
+def check_graph(
+    gm: GraphModule, made: dict[Any, Any], collectives: bool = False, given: Bounds = ()
+) -> list[int | None]:
     """Raises SbpcError for a graph that calls what it may not, or says of a value what it is not.
 
-    made: what calls of the file's graphs give, by op and operands. collectives: it is a rank's program. given: bounds of its first
-    placeholders, by what has computed them. Returns those of its results.
+    made: what calls of the file's graphs give, by op and operands. collectives: it is a rank's program. given:
+    bounds of its first placeholders, by what has computed them. Returns those of its results.
     """
     check = FileCheck(gm, collectives, made)
-    check.bounds |= {node: bound for node, bound in zip(gm.graph.find_nodes(op="placeholder"), given) if bound is not None}
+    check.bounds |= {
+        node: bound for node, bound in zip(gm.graph.find_nodes(op="placeholder"), given) if bound is not None
+    }
     check.check()
     return [None if node is None else check.bounds.get(node) for node in results(gm)]
 
@@ -109,11 +118,17 @@ class FileCheck(ShapeCheck):
         if self.new:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             if n.target is operator.getitem:
-                self.require(isinstance(args[0], (tuple, list)) and type(args[1]) is int, "it takes no part of several values", n)
+                self.require(
+                    isinstance(args[0], (tuple, list)) and type(args[1]) is int, "it takes no part of several values", n
+                )
             elif isinstance(n.target, OpOverload) and n.target.namespace != "_c10d_functional" and name not in UNRULED:
                 entry = row(n.target)
                 vouched = entry is not None and entry.source  # by who gave the rule
-                self.require(vouched or match(n.target, args, kwargs, value) is not None, "the rule of the op does not fit the call", n)
+                self.require(
+                    vouched or match(n.target, args, kwargs, value) is not None,
+                    "the rule of the op does not fit the call",
+                    n,
+                )
             self.require(all(map(within, leaves(value, Tensor))), "it reads memory outside its operand", n)
         if name in POOLED or name in SAMPLED:
             self.check_backward(n, named_arguments(n.target, n.args, n.kwargs), POOLED.get(name))  # type: ignore[arg-type]
@@ -122,11 +137,14 @@ class FileCheck(ShapeCheck):
             self.bounds[n] = bound
 
     def check_backward(self, n: Node, given: dict[str, Any], dims: int | None) -> None:
-        """Checks that the gradient has the shape of the result, and that indices are those of a pooling of planes as large."""
+        """Checks that the gradient has the shape of the result, and that indices are those of a pooling of planes as
+        large."""
         shape = {key: tuple(self.env[value].shape) for key, value in given.items() if isinstance(value, Node)}
         gradient = shape["grad_output"]
         if dims is None:
-            return self.require(gradient == (*shape["input"][:2], *shape["grid"][1:-1]), "its gradient has another shape", n)
+            return self.require(
+                gradient == (*shape["input"][:2], *shape["grid"][1:-1]), "its gradient has another shape", n
+            )
         plane = math.prod(shape["self"][-dims:])
         same = gradient[:-dims] == shape["self"][:-dims] and shape.get("indices", gradient) == gradient
         self.require(same, "its gradient has another shape", n)

@@ -14,8 +14,10 @@ from sbpc.graph.about import PANEL_OF, RECOMPUTES
 from sbpc.graph.ports import INPUTS, OUTPUTS
 from sbpc.plans.options import OBJECTIVES, OPTIMIZER_STATE
 
-Check = Callable[[Any], str | None]  # the first place within a value that does not fit, with what stands there; None if all fits
-MOST_RANKS, MOST_MICRO_BATCHES = 1 << 20, 1 << 14  # which are told one by one, and of which a small file can ask for very many
+# the first place within a value that does not fit, with what stands there; None if all fits
+Check = Callable[[Any], str | None]
+# which are told one by one, and of which a small file can ask for very many
+MOST_RANKS, MOST_MICRO_BATCHES = 1 << 20, 1 << 14
 DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 
 
@@ -95,12 +97,16 @@ def one_of(*names: str) -> Check:
 
 
 def call_argument(value: Any) -> str | None:
-    """Checks an argument of a call: a plain value, a list of arguments, or an object of one key that says what it is."""
+    """Checks an argument of a call: a plain value, a list of arguments, or an object of one key that says what it
+    is."""
     if type(value) is list:
         return many(call_argument)(value)
     if type(value) is not dict:
         return None if value is None or type(value) in (bool, int) or is_name(value) else f" is {shown(value)}"
-    return next((KINDS[kind](inner) for kind, inner in value.items() if len(value) == 1 and kind in KINDS), f" is {shown(value)}")
+    return next(
+        (KINDS[kind](inner) for kind, inner in value.items() if len(value) == 1 and kind in KINDS),
+        f" is {shown(value)}",
+    )
 
 
 def structure(value: Any) -> str | None:
@@ -112,7 +118,8 @@ def structure(value: Any) -> str | None:
 
 
 def choice(value: Any) -> str | None:
-    """Checks the choice of a node: a signature and its factor for each axis, then the axes in the order of their cuts."""
+    """Checks the choice of a node: a signature and its factor for each axis, then the axes in the order of their
+    cuts."""
     parts = many(row(NAME, either(NONE, NAME)))
     fits = type(value) is list and value and parts(value[:-1]) is None and many(INTEGER)(value[-1]) is None
     return None if fits and sorted(value[-1]) == list(range(len(value) - 1)) else f" is {shown(value)}"

@@ -21,7 +21,8 @@ from sbpc.rules.binding import flat_outputs
 
 
 def kernels_and_transfers(nodes: Iterable[Node]) -> tuple[Counter[Kernel], Counter[Kernel], Counter[Transfer]]:
-    """Returns the kernels of some nodes of a boxed graph, those of them that compute a value again, and the transfers."""
+    """Returns the kernels of some nodes of a boxed graph, those of them that compute a value again, and the
+    transfers."""
     calls: dict[Any, list[Node]] = {}
     transfers: Counter[Transfer] = Counter()
     for node in nodes:
@@ -39,8 +40,8 @@ def kernels_and_transfers(nodes: Iterable[Node]) -> tuple[Counter[Kernel], Count
 
 
 def kernel_key(node: Node) -> Any:
-    """Returns what is equal for calls of one kernel, as far as that is cheap to tell: their match knows all shapes, and their
-    choice the layouts in which they read and leave tensors."""
+    """Returns what is equal for calls of one kernel, as far as that is cheap to tell: their match knows all shapes,
+    and their choice the layouts in which they read and leave tensors."""
     match = node.meta.get("match")
     return node if match is None or "dims" in node.meta else (id(match), id(node.meta["choice"]))
 
@@ -77,7 +78,9 @@ def sum_kernel(node: Node) -> Kernel:
     cuts = tuple(layout.cuts.get(dim, ()) for dim in range(value.dim()))
     factors = tuple((str(dim), size, each) for dim, (size, each) in enumerate(zip(value.shape, cuts)))
     tensor = value.element_size(), tuple(value.shape), cuts
-    return Kernel("add", factors, (tensor,) * 3, False, lambda local: math.prod(local.values()), (dims,) * 4 if dims else ())
+    return Kernel(
+        "add", factors, (tensor,) * 3, False, lambda local: math.prod(local.values()), (dims,) * 4 if dims else ()
+    )
 
 
 def dims_at(node: Node) -> tuple[Any, ...]:
@@ -94,7 +97,8 @@ def lacks_rule(node: Node) -> bool:
 
 
 def replicated(boxed: GraphModule, mesh: Mesh) -> tuple[str, ...]:
-    """Returns a line for every op without a rule: what it costs that every rank computes all of it and reads all operands."""
+    """Returns a line for every op without a rule: what it costs that every rank computes all of it and reads all
+    operands."""
     calls: dict[str, list[Node]] = {}
     for node in boxed.graph.nodes:
         if lacks_rule(node):
@@ -116,7 +120,10 @@ def replicated_line(op: str, nodes: Sequence[Node], mesh: Mesh) -> str:
     comm, sent = comm_totals(Counter(map(transfer_of, steps)), mesh)
     where = nodes[0].meta.get("module") or "the model"
     which = f"%{nodes[0].name} in {where}" + (f" and {len(nodes) - 1} more calls" if len(nodes) > 1 else "")
-    costs = f"{size:,} bytes of results, {compute:.3g} s; to gather its operands {sum(sent.values()):,.0f} bytes, {comm:.3g} s"
+    costs = (
+        f"{size:,} bytes of results, {compute:.3g} s; to gather its operands {sum(sent.values()):,.0f} bytes, "
+        f"{comm:.3g} s"
+    )
     return f"no rule for {op}, so every rank computes all of it ({which}): {costs}. `sbpc probe` looks for a rule"
 
 

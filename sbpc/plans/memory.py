@@ -30,7 +30,8 @@ from sbpc.mesh.mesh import Mesh
 POSITION = 8  # bytes of a rank's position on one axis
 INDEX = 8  # bytes of a place in a dim
 ARANGES = torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step
-WHOLE = torch.ops.aten.slice_scatter.default, torch.ops.aten.select_scatter.default  # copy all memory that their first operand is a view of
+# copy all memory that their first operand is a view of
+WHOLE = torch.ops.aten.slice_scatter.default, torch.ops.aten.select_scatter.default
 
 
 def local_bytes(node: Node, mesh: Mesh) -> int:
@@ -43,7 +44,9 @@ def sizes_of(node: Node, mesh: Mesh) -> list[int]:
     value, sbp = node.meta.get("val"), node.meta.get("sbp")
     pairs = zip(value, sbp) if isinstance(value, (tuple, list)) and isinstance(sbp, tuple) else [(value, sbp)]
     return [
-        shard_bytes(layout, v.shape, v.dtype, mesh.sizes) if isinstance(v, torch.Tensor) and isinstance(layout, Layout) else 0
+        shard_bytes(layout, v.shape, v.dtype, mesh.sizes)
+        if isinstance(v, torch.Tensor) and isinstance(layout, Layout)
+        else 0
         for v, layout in pairs
     ]
 
@@ -65,8 +68,10 @@ class Moment:
 
 @dataclass
 class SharedBuffer:
-    """The memory of collectives that go in one message. missing: how many of them have not started. sent, received: bytes so far.
-    operands: the storages that it is joined from. joined, result: its own, before and after. ended: whether one was waited for."""
+    """The memory of collectives that go in one message. missing: how many of them have not started. sent, received:
+    bytes so far. operands: the storages that it is joined from. joined, result: its own, before and after. ended:
+    whether one was waited for.
+    """
 
     missing: int
     sent: int = 0
@@ -81,9 +86,9 @@ class SharedBuffer:
 class Life:
     """All moments of a step.
 
-    size, owner, last: by storage its bytes, the node that made it, and the last moment at which it is alive. live: bytes
-    at each moment. values: by node the storages of its outputs. flying: by boxing its storages. buckets: by name. saved: bytes
-    alive just before the backward begins, 0 where there is none.
+    size, owner, last: by storage its bytes, the node that made it, and the last moment at which it is alive. live:
+    bytes at each moment. values: by node the storages of its outputs. flying: by boxing its storages. buckets: by
+    name. saved: bytes alive just before the backward begins, 0 where there is none.
     """
 
     moments: list[Moment] = field(default_factory=list)
@@ -145,7 +150,8 @@ class Life:
         return made
 
     def add_boxing(self, node: Node, source: int, mesh: Mesh) -> int:
-        """Adds the calls of a boxing step, up to its wait where that is a node of its own. Returns the storage of its result."""
+        """Adds the calls of a boxing step, up to its wait where that is a node of its own. Returns the storage of
+        its result."""
         calls = self.calls_of(node, node.meta["step"], mesh)
         awaited = any("awaits" in user.meta for user in node.users)
         storages = self.flying[node] = [source]
@@ -154,15 +160,19 @@ class Life:
         return self.add_calls(node, calls[: wait_at(calls)] if awaited else calls, storages)
 
     def calls_of(self, node: Node, step: Step, mesh: Mesh) -> Sequence[Emitted]:
-        """Returns the calls of a boxing step that begins at a node. What it sends is copied before, unless its elements lie in order."""
+        """Returns the calls of a boxing step that begins at a node. What it sends is copied before, unless its
+        elements lie in order."""
         source, value = node.all_input_nodes[0], node.meta["val"]
         while is_boxing(source) and self.values[source] == self.values[source.all_input_nodes[0]]:
             source = source.all_input_nodes[0]
         in_order = is_boxing(source) or source.meta["val"].is_contiguous()
         return emitted(step, tuple(value.shape), value.dtype, mesh, in_order)
 
-    def add_member(self, node: Node, calls: Sequence[Emitted], storages: list[int], bucket: SharedBuffer, mesh: Mesh) -> int:
-        """Adds the calls of a boxing step up to its collective, which its bucket does. Behind the last of a bucket is that."""
+    def add_member(
+        self, node: Node, calls: Sequence[Emitted], storages: list[int], bucket: SharedBuffer, mesh: Mesh
+    ) -> int:
+        """Adds the calls of a boxing step up to its collective, which its bucket does. Behind the last of a bucket
+        is that."""
         at, step = wait_at(calls) - 1, node.meta["step"]
         result = self.add_calls(node, calls[:at], storages)
         if at < len(calls) - 1:  # else nothing is sent
@@ -179,7 +189,8 @@ class Life:
     def end_boxing(self, node: Node, source: int, mesh: Mesh) -> int:
         """Adds the calls of a boxing step from its wait on, and returns the storage of its result.
 
-        Until here the collective reads what it was given; a bucket, what its operands were joined to, up to the first wait for it.
+        Until here the collective reads what it was given; a bucket, what its operands were joined to, up to the
+        first wait for it.
         """
         start = node.all_input_nodes[0]
         calls = self.calls_of(start, node.meta["awaits"], mesh)
@@ -197,7 +208,8 @@ class Life:
         return self.add_calls(node, calls[first:], storages)
 
     def add_calls(self, node: Node, calls: Sequence[Emitted], storages: list[int]) -> int:
-        """Adds calls of a boxing step, and returns the storage of the last one's result. storages: those of the step so far."""
+        """Adds calls of a boxing step, and returns the storage of the last one's result. storages: those of the step
+        so far."""
         result = 0
         for call in calls:
             storages += self.add_call(node, [storages[at] for at in call.reads], call.makes)
@@ -234,7 +246,8 @@ def phase_of(node: Node) -> str:
 
 
 def turn_of(phases: Sequence[str]) -> int | None:
-    """Returns the moment at which the backward begins: fewest calls of it stand before, and of the forward behind. None without one.
+    """Returns the moment at which the backward begins: fewest calls of it stand before, and of the forward behind.
+    None without one.
 
     A schedule may start early what the backward only sends, and end late what the forward only sends.
 
@@ -246,7 +259,8 @@ def turn_of(phases: Sequence[str]) -> int | None:
 
 
 def beside(node: Node, sizes: Sequence[int]) -> list[int]:
-    """Returns the bytes of what a call makes for a moment besides its result: a split arange is several calls, of two indices."""
+    """Returns the bytes of what a call makes for a moment besides its result: a split arange is several calls, of
+    two indices."""
     if node.target not in ARANGES or not node.meta["sbp"].cuts:
         return []
     return [sizes[0] * 2 * INDEX // node.meta["val"].element_size() - sizes[0]]
@@ -275,7 +289,9 @@ def wait_at(calls: Sequence[Emitted]) -> int:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def emitted(step: Step, shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh, in_order: bool = True) -> tuple[Emitted, ...]:
+def emitted(
+    step: Step, shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh, in_order: bool = True
+) -> tuple[Emitted, ...]:
     """Returns the calls that `lower` emits for a step on the rank at the origin. They run on tensors without data.
 
     in_order: whether the elements of the step's operand lie in its memory in order.

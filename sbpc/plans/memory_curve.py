@@ -20,15 +20,28 @@ from sbpc.plans.staged.schedules import STEP
 from sbpc.plans.staged.stage_parts import PARTS, Parts
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COPIES, INPUTS = (
-    "parameters", "gradients", "optimizer", "activations", "gathered copies", "inputs",
-)  # fmt: skip
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "gathered copies",
+    "inputs",
+)
 GROUPS = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COPIES, INPUTS)
-GROUP_OF = {SAVED: ACTIVATIONS, HANDED: ACTIVATIONS, GATHERED: COPIES, ADDED: GRADIENTS, LEFT: GRADIENTS, HOME: GRADIENTS}
+GROUP_OF = {
+    SAVED: ACTIVATIONS,
+    HANDED: ACTIVATIONS,
+    GATHERED: COPIES,
+    ADDED: GRADIENTS,
+    LEFT: GRADIENTS,
+    HOME: GRADIENTS,
+}
 
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor that is alive: the name of the node that made it, its group, the module it belongs to, its bytes on a rank."""
+    """A tensor that is alive: the name of the node that made it, its group, the module it belongs to, its bytes on a
+    rank."""
 
     name: str
     group: str
@@ -40,10 +53,10 @@ class Held:
 class MemoryCurve:
     """Bytes alive on the busiest rank at every moment of a step; a moment is a call.
 
-    calls: by moment the name of the node of the boxed graph that runs, in a loop behind that of the action; the last moment is the
-    optimizer's step, "". phases: by moment.
-    groups: by name of a group, its bytes at every moment; they sum to `bytes`. peak: the moment at which most is alive. held: what is
-    alive there, the largest first.
+    calls: by moment the name of the node of the boxed graph that runs, in a loop behind that of the action; the last
+    moment is the optimizer's step, "". phases: by moment.
+    groups: by name of a group, its bytes at every moment; they sum to `bytes`. peak: the moment at which most is
+    alive. held: what is alive there, the largest first.
     """
 
     calls: tuple[str, ...]
@@ -68,8 +81,8 @@ class MemoryCurve:
 
 @dataclass(frozen=True)
 class Piece:
-    """The curve of one program. calls: by moment. alive: by group its bytes, besides what is there before. life, start: of its calls, and
-    the first of these. groups: by storage."""
+    """The curve of one program. calls: by moment. alive: by group its bytes, besides what is there before. life,
+    start: of its calls, and the first of these. groups: by storage."""
 
     calls: list[Node]
     alive: dict[str, np.ndarray]
@@ -82,25 +95,34 @@ def memory_curve(plan: PlannedStep, stage: int) -> MemoryCurve:
     """Returns the curve of a step on a rank of a stage."""
     parts = {at: plan.parts[at] for at in plan.chunks_on(stage)}
     trained = sum(part.trained for part in parts.values())
-    stored = {PARAMETERS: sum(sum(part.homes.values()) for part in parts.values()), OPTIMIZER: plan.options.copies * trained}
+    stored = {
+        PARAMETERS: sum(sum(part.homes.values()) for part in parts.values()),
+        OPTIMIZER: plan.options.copies * trained,
+    }
     always = Counter(stored) + Counter({INPUTS: sum(part.buffers for part in parts.values())})
     known, found = functools.cache(functools.partial(piece, plan)), list[tuple[str, Counter[tuple[str, str]], Piece]]()
     for (which, at, first, flying, once), (_, action) in zip(plan.moments(stage), plan.order(stage)):
         held = Counter[tuple[str, str]]()
         for (chunk, kind), times in [*flying.items(), *((each, 1) for each in once)]:
-            held[GROUP_OF[kind], f"{kind} of chunk {chunk}" if len(parts) > 1 else kind] += times * parts[chunk].held(kind)
+            held[GROUP_OF[kind], f"{kind} of chunk {chunk}" if len(parts) > 1 else kind] += times * parts[chunk].held(
+                kind
+            )
         found.append(("" if action.kind == STEP else f"{action} ", held, known(at, which, first)))
     rows = {group: list[np.ndarray]() for group in GROUPS}
     for _, held, each in found:
         for group in GROUPS:
-            rows[group].append(each.alive[group] + always[group] + sum(size for (name, _), size in held.items() if name == group))
+            rows[group].append(
+                each.alive[group] + always[group] + sum(size for (name, _), size in held.items() if name == group)
+            )
     at_end = always + Counter({GRADIENTS: trained})  # while the optimizer steps
     alive = {group: np.concatenate([*pieces, [at_end[group]]]).astype(np.int64) for group, pieces in rows.items()}
     peak = int(np.argmax(sum(alive.values())))
     calls = [(before + node.name, phase_of(node)) for before, _, each in found for node in each.calls]
     names, phases = zip(*calls, ("", OPTIMIZER))
     held_there = sorted(held_at(plan, stage, found, peak, trained), key=lambda each: -each.bytes)
-    return MemoryCurve(names, phases, {group: tuple(each.tolist()) for group, each in alive.items()}, peak, tuple(held_there))
+    return MemoryCurve(
+        names, phases, {group: tuple(each.tolist()) for group, each in alive.items()}, peak, tuple(held_there)
+    )
 
 
 def held_at(plan: PlannedStep, stage: int, found: Sequence[Any], moment: int, trained: int) -> Iterator[Held]:
@@ -119,7 +141,9 @@ def held_at(plan: PlannedStep, stage: int, found: Sequence[Any], moment: int, tr
             for storage in each.life.alive(each.start + moment):
                 if each.groups[storage] and each.life.size[storage]:
                     owner = each.life.owner[storage]
-                    yield Held(owner.name, each.groups[storage], str(owner.meta.get("module", "")), each.life.size[storage])
+                    yield Held(
+                        owner.name, each.groups[storage], str(owner.meta.get("module", "")), each.life.size[storage]
+                    )
             return
         moment -= len(each.calls)
     yield Held(GRADIENTS, GRADIENTS, "", trained)
@@ -141,7 +165,9 @@ def piece(plan: PlannedStep, at: int, which: Parts, first: bool) -> Piece:
                 change[groups[storage]][max(made, start)] += size
                 change[groups[storage]][int(min(life.last[storage] + 1, ends))] -= size
     alive = {group: np.cumsum(each)[start:ends] for group, each in change.items()}
-    come = sum(bytes_at(programs.chunk.shapes[port], programs.chunk.given[port], programs.chunk.mesh) for port in beside)
+    come = sum(
+        bytes_at(programs.chunk.shapes[port], programs.chunk.given[port], programs.chunk.mesh) for port in beside
+    )
     alive[INPUTS] += POSITION * len(programs.chunk.mesh.axes) + come
     return Piece([moment.node for moment in life.moments[start:]], alive, life, start, groups)
 

@@ -1,7 +1,8 @@
-"""The bytes that a rank takes at the peak of a step, as a formula in dims and sizes of axes: that of the layouts of one plan.
+"""The bytes that a rank takes at the peak of a step, as a formula in dims and sizes of axes: that of the layouts of
+one plan.
 
-What is alive at a moment is a sum of products of dims, each so many times. Of two moments one of which has each product at least as many
-times, the other is never the peak; what is left is a maximum of few sums.
+What is alive at a moment is a sum of products of dims, each so many times. Of two moments one of which has each
+product at least as many times, the other is never the peak; what is left is a maximum of few sums.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ Sizes = Sequence[sympy.Symbol]  # of the axes of the mesh
 
 
 def moments_of(life: Life, size: Sequence[Any]) -> list[Mapping[Any, Any]]:
-    """Returns what is alive at each moment of a program, equal ones once: products, each so many times. size: formulas of storages."""
+    """Returns what is alive at each moment of a program, equal ones once: products, each so many times. size:
+    formulas of storages."""
     terms = [sympy.sympify(formula).as_coeff_Mul() for formula in size]
     dying: dict[float, list[int]] = {}
     for storage, last in enumerate(life.last):
@@ -79,7 +81,9 @@ def storage_formulas(life: Life, mesh: Mesh, sizes: Sizes) -> list[Any]:
 def about(node: Node, index: int) -> tuple[Any, ...]:
     """Returns what is the same for outputs of equal bytes."""
     value, sbp = node.meta.get("val"), node.meta.get("sbp")
-    one, layout = (value[index], sbp[index]) if isinstance(value, (tuple, list)) and isinstance(sbp, tuple) else (value, sbp)
+    one, layout = (
+        (value[index], sbp[index]) if isinstance(value, (tuple, list)) and isinstance(sbp, tuple) else (value, sbp)
+    )
     shape = (tuple(one.shape), one.dtype) if isinstance(one, Tensor) else ()
     step = node.meta.get("step", node.meta.get("awaits"))
     return shape, layout, step, dims_of(node, index)
@@ -100,7 +104,8 @@ def bytes_of(node: Node, index: int, mesh: Mesh, sizes: Sizes) -> Any:
 
 
 def boxed_bytes(node: Node, size: int, mesh: Mesh, sizes: Sizes) -> Any:
-    """Returns the bytes of a tensor that a boxing step makes: as large as a shard before or after it, or in proportion to one."""
+    """Returns the bytes of a tensor that a boxing step makes: as large as a shard before or after it, or in
+    proportion to one."""
     value, dims = node.meta["val"], dims_at(node)
     step: Step = node.meta["step"] if "step" in node.meta else node.meta["awaits"]
     for layout in (step.after, step.before):

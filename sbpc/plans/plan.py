@@ -35,14 +35,17 @@ class Prover(Protocol):
         """Returns what an assignment costs, and the bound that the multipliers give."""
 
     def certify(self, plan: Plan, limit: float) -> tuple[Plan | None, float]:
-        """Returns a better plan, if one is found in about `limit` CPU seconds, and a bound; `proof` is that of the best bound."""
+        """Returns a better plan, if one is found in about `limit` CPU seconds, and a bound; `proof` is that of the
+        best bound."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A plan checked against multipliers alone: `paid` is what its layouts cost, `bound` what every plan costs at least.
+    """A plan checked against multipliers alone: `paid` is what its layouts cost, `bound` what every plan costs at
+    least.
 
-    searched: the bound that the plan carries, above `bound` where what may be in a cheaper plan was solved as a mixed-integer program.
+    searched: the bound that the plan carries, above `bound` where what may be in a cheaper plan was solved as a
+    mixed-integer program.
     """
 
     paid: float
@@ -64,19 +67,20 @@ def no_model(**_: Any) -> Plan:
 class Plan(PlannedStep):
     """A layout for every value of a step, made by `sbpc.plan` or `sbpc.load`. `print(plan)` shows it.
 
-    mesh: the mesh that it is for. chunks: of the model, in its order: one, unless it is cut into stages along an axis of the mesh.
-    options: what `sbpc.plan` was asked (pins, optimizer, ...). lower_bound: what no plan of this step on this mesh, with these pins, can
-    cost less, in seconds or in bytes as `objective` says; with stages or a loop no layouts of these. loop: the step as a loop over
-    micro-batches, None where it is one program. in_loop: parameters and gradients that are boxed for every micro-batch; others are once
-    for all. serial_bound: what the mean rank computes and communicates at least if nothing overlaps, in seconds; 0 where that is
-    `lower_bound`. times: CPU seconds by pass; "capture" is the torch call alone. body: of a loop
-    the plan of a micro-batch through all stages, in which layouts were chosen. prover: the problem that a step of one program solves;
-    both None where the plan was read from a file. again: plans the step again
+    mesh: the mesh that it is for. chunks: of the model, in its order: one, unless it is cut into stages along an
+    axis of the mesh. options: what `sbpc.plan` was asked (pins, optimizer, ...). lower_bound: what no plan of this
+    step on this mesh, with these pins, can cost less, in seconds or in bytes as `objective` says; with stages or a
+    loop no layouts of these. loop: the step as a loop over micro-batches, None where it is one program. in_loop:
+    parameters and gradients that are boxed for every micro-batch; others are once for all. serial_bound: what the
+    mean rank computes and communicates at least if nothing overlaps, in seconds; 0 where that is `lower_bound`.
+    times: CPU seconds by pass; "capture" is the torch call alone. body: of a loop the plan of a micro-batch through
+    all stages, in which layouts were chosen. prover: the problem that a step of one program solves; both None where
+    the plan was read from a file. again: plans the step again
     on this mesh, with other options as given.
 
-    Three graphs show how a step of one chunk is written: `graph` has a layout for every value (`tangent_0`, ... in it are the gradients of
-    the outputs, which come in from outside), `boxed` also the collectives between layouts, `local` is the program of rank 0 at local
-    shapes. `sbpc show` prints or draws each.
+    Three graphs show how a step of one chunk is written: `graph` has a layout for every value (`tangent_0`, ... in
+    it are the gradients of the outputs, which come in from outside), `boxed` also the collectives between layouts,
+    `local` is the program of rank 0 at local shapes. `sbpc show` prints or draws each.
     """
 
     body: Plan | None = field(default=None, repr=False, compare=False)
@@ -94,14 +98,15 @@ class Plan(PlannedStep):
         return cost
 
     def memory_curve(self) -> MemoryCurve:
-        """Returns the bytes alive at every moment of a step on a rank of the stage that takes most, by what they are for, and what holds
-        most at the peak."""
+        """Returns the bytes alive at every moment of a step on a rank of the stage that takes most, by what they are
+        for, and what holds most at the peak."""
         return memory_curve(self, self.fullest)
 
     # --- how good it is ----------------------------------------------------------------------------------------------
     @property
     def solved(self) -> Plan:
-        """The plan whose layout problem is that of the step: itself, or that of a micro-batch. Raises PlanError if it was not kept."""
+        """The plan whose layout problem is that of the step: itself, or that of a micro-batch. Raises PlanError if
+        it was not kept."""
         if self.loop is None:
             return self
         if self.body is None or self.options.memory is not None:
@@ -120,7 +125,8 @@ class Plan(PlannedStep):
 
     @property
     def proof(self) -> Proof:
-        """The multipliers behind the bound, see `check_bound`. Raises PlanError for a plan that was read from a file."""
+        """The multipliers behind the bound, see `check_bound`. Raises PlanError for a plan that was read from a
+        file."""
         return self.problem.proof
 
     @property
@@ -131,9 +137,9 @@ class Plan(PlannedStep):
     def certify(self, *, seconds: float = 60.0) -> float:
         """Looks for a tighter lower bound for about so many CPU seconds, and returns the gap.
 
-        It is of use where the gap is not 0. A plan without a memory limit stays as it is. Under a limit a better plan is looked for,
-        too, and replaces this one. Raises PlanError for a plan that was read from a file, for a loop under a limit, and for what is no
-        number of seconds.
+        It is of use where the gap is not 0. A plan without a memory limit stays as it is. Under a limit a better
+        plan is looked for, too, and replaces this one. Raises PlanError for a plan that was read from a file, for a
+        loop under a limit, and for what is no number of seconds.
         """
         check_kinds(PlanError, seconds=(seconds, "a number of seconds"))
         better, bound = self.problem.certify(self.solved, seconds)
@@ -146,10 +152,11 @@ class Plan(PlannedStep):
         return self.cost.gap
 
     def check_bound(self, proof: Proof | None = None) -> Checked:
-        """Returns what the layouts cost and the bound that the multipliers give, computed anew with nothing else of the solver; of a loop
-        those of a micro-batch, times the micro-batches of the mean stage.
+        """Returns what the layouts cost and the bound that the multipliers give, computed anew with nothing else of
+        the solver; of a loop those of a micro-batch, times the micro-batches of the mean stage.
 
-        proof: other multipliers than those of `plan.proof`; the bound holds for any. Raises PlanError for a plan read from a file.
+        proof: other multipliers than those of `plan.proof`; the bound holds for any. Raises PlanError for a plan
+        read from a file.
         """
         if not isinstance(proof, Proof | None):
             raise PlanError(f"the proof is {shown(proof)}\n  Give a proof such as plan.proof, or leave it out.")
@@ -157,24 +164,29 @@ class Plan(PlannedStep):
         return Checked(self.times_solved * paid, self.times_solved * bound, self.lower_bound)
 
     def explain(self, name: str) -> Any:
-        """Returns why a parameter or a value has its layout: an `sbpc.inspect.explain.Explanation`, which `print` tells.
+        """Returns why a parameter or a value has its layout: an `sbpc.inspect.explain.Explanation`, which `print`
+        tells.
 
-        Its alternatives are the best whole plans in which it is laid out otherwise; its seconds are those of the step, in a loop those of
-        one micro-batch through all stages. name: as for `layout`. Raises PlanError for a name that is neither, for a plan under a memory
-        limit that was read from a file, and for a loop that was, or is under a limit.
+        Its alternatives are the best whole plans in which it is laid out otherwise; its seconds are those of the
+        step, in a loop those of one micro-batch through all stages. name: as for `layout`. Raises PlanError for a
+        name that is neither, for a plan under a memory limit that was read from a file, and for a loop that was, or
+        is under a limit.
         """
         if self.loop is None:
             return self.rewriter.explain(self, name)
         self.layout(name)
         found = self.rewriter.explain(self.solved, name)
-        how = f"{found.how}\n          on the mesh of one stage, for one of {self.count} micro-batches, which passes through all stages"
+        how = (
+            f"{found.how}\n          on the mesh of one stage, for one of {self.count} micro-batches, which passes "
+            "through all stages"
+        )
         return replace(found, how=how, time="a micro-batch")
 
     def diff(self, other: Plan) -> Any:
         """Returns what another plan of the same model has otherwise: an `sbpc.inspect.diff.Diff`, which `print` tells.
 
-        It is true where anything differs: layouts, collectives, seconds, bytes, memory, or what was asked for. The other plan may have
-        pipeline stages. Raises PlanError for a plan of another model.
+        It is true where anything differs: layouts, collectives, seconds, bytes, memory, or what was asked for. The
+        other plan may have pipeline stages. Raises PlanError for a plan of another model.
         """
         return self.rewriter.diff(self, other)
 
@@ -185,18 +197,20 @@ class Plan(PlannedStep):
         return self.chunks[0].rewriter
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan to one file that `sbpc.load` reads: JSON, no pickle, no code. Raises PlanError if that fails."""
+        """Writes the plan to one file that `sbpc.load` reads: JSON, no pickle, no code. Raises PlanError if that
+        fails."""
         check_kinds(PlanError, path=(path, "a path"))
         self.rewriter.save(self, Path(path))
 
     def export(self, path: str | Path, inference: Plan | None = None) -> None:
         """Writes the plan with the programs of all its ranks, one for each class of ranks with equal local shapes.
 
-        inference: a plan of the forward alone (`train=False`), whose programs go into the same file. `sbpc.load_module` makes the
-        parallel module of the file without planning and without the model's source; `sbpc run` runs it. The file holds no weights,
-        no pickle and no code: put the weights beside it, as `sbpc export` does (model.safetensors beside model.sbpc).
-        examples/04_export_and_run.py shows all this. The file of a loop is that of `save`: each rank writes its programs from the chunks
-        in it. Raises PlanError if it cannot be written.
+        inference: a plan of the forward alone (`train=False`), whose programs go into the same file.
+        `sbpc.load_module` makes the parallel module of the file without planning and without the model's source;
+        `sbpc run` runs it. The file holds no weights, no pickle and no code: put the weights beside it, as `sbpc
+        export` does (model.safetensors beside model.sbpc). examples/04_export_and_run.py shows all this. The file of
+        a loop is that of `save`: each rank writes its programs from the chunks in it. Raises PlanError if it cannot
+        be written.
         """
         check_kinds(PlanError, path=(path, "a path"))
         if inference is not None and not isinstance(inference, Plan):
@@ -204,18 +218,19 @@ class Plan(PlannedStep):
         self.rewriter.export(self, Path(path), inference)
 
     def save_trace(self, path: str | Path) -> None:
-        """Writes the timeline as a Chrome trace: open it at ui.perfetto.dev. Raises PlanError if it cannot be written."""
+        """Writes the timeline as a Chrome trace: open it at ui.perfetto.dev. Raises PlanError if it cannot be
+        written."""
         check_kinds(PlanError, path=(path, "a path"))
         save_trace({PREDICTED: self.timeline()}, Path(path))
 
     def save_page(
         self, path: str | Path, *, losses: Mapping[str, Sequence[float]] | None = None, trace: str | Path | None = None
     ) -> None:
-        """Writes one HTML page about the plan, which loads nothing: figures, map of the model, collectives, memory, graph, alternatives; of
-        a loop the schedule, memory by stage, chunks with their parameters.
+        """Writes one HTML page about the plan, which loads nothing: figures, map of the model, collectives, memory,
+        graph, alternatives; of a loop the schedule, memory by stage, chunks with their parameters.
 
-        losses: by name of a run, the loss of every step. trace: a file of `sbpc run --trace`: what rank 0 did is drawn below the
-        prediction. Raises PlanError if the page cannot be written, and for a trace of another plan.
+        losses: by name of a run, the loss of every step. trace: a file of `sbpc run --trace`: what rank 0 did is
+        drawn below the prediction. Raises PlanError if the page cannot be written, and for a trace of another plan.
         """
         check_kinds(PlanError, path=(path, "a path"))
         measured = [] if trace is None else measured_step(trace, stage_events(self, 0))

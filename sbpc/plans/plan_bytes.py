@@ -1,4 +1,5 @@
-"""Writes the JSON of a plan to a file with a checksum, and reads it. Nothing that is read has been believed yet: see `plan_file`."""
+"""Writes the JSON of a plan to a file with a checksum, and reads it. Nothing that is read has been believed yet: see
+`plan_file`."""
 
 from __future__ import annotations
 
@@ -23,12 +24,15 @@ NAMESPACES = ("aten", "prims", "sbpc")
 def write(content: dict[str, Any], path: Path) -> None:
     """Writes a file's content. A temporary file is moved into place, so that a reader never sees half a plan.
 
-    Raises PlanError for what `read` would refuse, such as a parameter with a line end in its name, or an op that it may not call.
+    Raises PlanError for what `read` would refuse, such as a parameter with a line end in its name, or an op that it
+    may not call.
     """
     for call in calls_in(content):
         space, *names = call["target"].split(".")
         if space in NAMESPACES and not may_call(functools.reduce(getattr, names, getattr(torch.ops, space))):
-            what = f"a file may not call {call['target']}, as %{call['name']} does in {call.get('module') or 'the model'}"
+            what = (
+                f"a file may not call {call['target']}, as %{call['name']} does in {call.get('module') or 'the model'}"
+            )
             raise PlanError(f"{what}\n  Give the op a rule by sbpc.rule, there where the file is read, too.")
     body = json.dumps(content, separators=(",", ":"), sort_keys=True)
     try:
@@ -36,7 +40,9 @@ def write(content: dict[str, Any], path: Path) -> None:
     except ValueError as error:
         wrong = str(error)
     if wrong is not None:
-        raise PlanError(f"the plan cannot be written: {wrong.removeprefix('.')}\n  Give what bears this name another one.")
+        raise PlanError(
+            f"the plan cannot be written: {wrong.removeprefix('.')}\n  Give what bears this name another one."
+        )
     digest = hashlib.sha256(body.encode()).hexdigest()
     try:
         if path.is_dir():

@@ -1,4 +1,5 @@
-"""Writes a plan to a file and reads it: JSON with a checksum. Reading runs no code: ops are found by name in fixed namespaces."""
+"""Writes a plan to a file and reads it: JSON with a checksum. Reading runs no code: ops are found by name in fixed
+namespaces."""
 
 from __future__ import annotations
 
@@ -63,8 +64,7 @@ def encode_chunk(chunk: Chunk) -> dict[str, Any]:
         **encode_graph(chunk.annotated),
         "ports": asdict(chunk.ports),
         "choices": {
-            name: [[s.text, s.factor] for s in c.signatures] + [list(c.order)]
-            for name, c in assignment.choices.items()
+            name: [[s.text, s.factor] for s in c.signatures] + [list(c.order)] for name, c in assignment.choices.items()
         },
         "aliases": [[name, index, str(layout)] for (name, index), layout in assignment.aliases.items()],
         "outputs": encode_layouts(assignment.outputs),
@@ -86,8 +86,13 @@ def encode_loop(loop: Loop, in_loop: Iterable[Port]) -> dict[str, Any]:
 
 
 def encode_options(options: Options) -> dict[str, Any]:
-    """Returns options as JSON values; those that are None are left out, and what is computed again, which is in the graph."""
-    found = {name: value for name, value in vars(options).items() if (value is not None or name == "optimizer") and name != "forms"}
+    """Returns options as JSON values; those that are None are left out, and what is computed again, which is in the
+    graph."""
+    found = {
+        name: value
+        for name, value in vars(options).items()
+        if (value is not None or name == "optimizer") and name != "forms"
+    }
     if options.dynamic is not None:  # of patterns that overlap the last one counts, and a file sorts keys
         found["dynamic"] = [list(item) for item in options.dynamic.items()]
     return found
@@ -136,7 +141,8 @@ def encode_value(value: Any) -> Any:
 
 
 def encode_argument(value: Any) -> Any:
-    """Returns an argument of a call: a plain value as it is, anything else as a dict of one entry that says what it is."""
+    """Returns an argument of a call: a plain value as it is, anything else as a dict of one entry that says what it
+    is."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -163,7 +169,9 @@ def encode_constant(gm: GraphModule, node: Node) -> Any:
 class Decoder:
     """Reads the parts of a plan's file. Every mistake in the file is a PlanError."""
 
-    def __init__(self, body: dict[str, Any], path: Path, axes: Sequence[str] = (), made: dict[Any, Any] | None = None) -> None:
+    def __init__(
+        self, body: dict[str, Any], path: Path, axes: Sequence[str] = (), made: dict[Any, Any] | None = None
+    ) -> None:
         self.body, self.path, self.axes = body, path, axes or [name for name, _ in body["mesh"]]
         self.made = {} if made is None else made  # what calls give, see `check_graph`
 
@@ -190,7 +198,8 @@ class Decoder:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Turns any error into a PlanError that names the file: whatever nonsense it holds, it is the file that is wrong."""
+        """Turns any error into a PlanError that names the file: whatever nonsense it holds, it is the file that is
+        wrong."""
         try:
             yield
         except PlanError:
@@ -202,13 +211,16 @@ class Decoder:
 
     def options(self) -> Options:
         """Returns the options of the plan."""
-        options: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in self.body["options"].items()}
+        options: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in self.body["options"].items()
+        }
         if "dynamic" in options:
             options["dynamic"] = dict(options["dynamic"])
         return Options(**options)
 
     def graph(self, body: dict[str, Any], collectives: bool = False, given: Bounds = ()) -> GraphModule:
-        """Returns the graph that `encode_graph` gave, with the ports of the file. The program of a rank may call `collectives`.
+        """Returns the graph that `encode_graph` gave, with the ports of the file. The program of a rank may call
+        `collectives`.
 
         given: see `check_graph`, whose answer is `meta["bounds"]`.
         """
@@ -280,7 +292,10 @@ class Decoder:
 
     def op(self, name: str, collective: bool) -> OpOverload:
         """Returns the op of a name. Nothing outside the known namespaces of torch.ops is reached."""
-        parts, no_op = name.split("."), f"{name!r} is no op that a plan may call, unless sbpc.rule gives it a rule first"
+        parts, no_op = (
+            name.split("."),
+            f"{name!r} is no op that a plan may call, unless sbpc.rule gives it a rule first",
+        )
         if not collective and (len(parts) != 3 or (parts[0] not in NAMESPACES and name not in map(str, TABLE))):
             raise self.fail(no_op)
         try:
@@ -336,7 +351,9 @@ class Decoder:
             raise self.fail(f"%{name} has no signature {missing[0]} here")
         return Choice(tuple(known[part, factor] for part, factor in parts), tuple(order))
 
-    def assignment(self, gm: GraphModule) -> tuple[dict[str, Choice], dict[tuple[str, int], Layout], tuple[Layout | None, ...]]:
+    def assignment(
+        self, gm: GraphModule
+    ) -> tuple[dict[str, Choice], dict[tuple[str, int], Layout], tuple[Layout | None, ...]]:
         """Returns choices, aliases and output layouts for the annotated graph of a chunk."""
         choices = {}
         for node in gm.graph.nodes:

@@ -37,7 +37,8 @@ T = TypeVar("T", bound="PlannedStep")
 
 @dataclass
 class PlannedStep(Pipeline):
-    """A step of which everything is decided, and what follows from that. See `sbpc.plans.plan.Plan`, which has the same fields."""
+    """A step of which everything is decided, and what follows from that. See `sbpc.plans.plan.Plan`, which has the
+    same fields."""
 
     mesh: Mesh
     chunks: Sequence[Chunk]
@@ -99,7 +100,8 @@ class PlannedStep(Pipeline):
 
     @functools.cached_property
     def summands(self) -> dict[str, list[int]]:
-        """By name of a parameter that several chunks have, those with a term of its gradient: with recomputation some may have none."""
+        """By name of a parameter that several chunks have, those with a term of its gradient: with recomputation
+        some may have none."""
         return {
             name: [at for at in chunks if Port(GRADIENT, name) in self.chunks[at].ports.outputs]
             for name, chunks in self.shared.items()
@@ -121,11 +123,13 @@ class PlannedStep(Pipeline):
 
     @functools.cached_property
     def first_readers(self) -> dict[tuple[str, int], int]:
-        """By name of a value that crosses, and stage, its chunk that reads it first: forwards go up the chunks, then backwards down."""
+        """By name of a value that crosses, and stage, its chunk that reads it first: forwards go up the chunks, then
+        backwards down."""
         readers = [
             (port.kind == TANGENT, -at if port.kind == TANGENT else at, at, name)
-            for at, chunk in enumerate(self.chunks) for port, name in chunk.receives.items()
-        ]  # fmt: skip
+            for at, chunk in enumerate(self.chunks)
+            for port, name in chunk.receives.items()
+        ]
         return {(name, self.owners[at]): at for _, _, at, name in sorted(readers, reverse=True)}
 
     def sent_by(self, stage: int) -> Counter[str]:
@@ -149,8 +153,8 @@ class PlannedStep(Pipeline):
 
     @functools.cached_property
     def layouts(self) -> dict[str, Layout]:
-        """The layout of every value by its name in the graph, and the home of every parameter by its qualified name; on the mesh of a
-        stage."""
+        """The layout of every value by its name in the graph, and the home of every parameter by its qualified name;
+        on the mesh of a stage."""
         known: dict[str, Layout] = {}
         for chunk in self.chunks:
             known = chunk.layouts | known
@@ -158,14 +162,17 @@ class PlannedStep(Pipeline):
 
     @functools.cached_property
     def parameters(self) -> dict[str, Layout]:
-        """The home of every parameter by its qualified name: the layout in which it, its gradient and its optimizer state are stored.
+        """The home of every parameter by its qualified name: the layout in which it, its gradient and its optimizer
+        state are stored.
 
-        `pin=plan.parameters` gives another plan the same homes. A parameter may be boxed to other layouts where ops read it.
+        `pin=plan.parameters` gives another plan the same homes. A parameter may be boxed to other layouts where ops
+        read it.
         """
         return {name: layout for chunk in self.chunks for name, layout in chunk.parameters.items()}
 
     def layout(self, name: str) -> Layout:
-        """Returns the layout of a parameter (its home) or of a value, by the name that `sbpc show` prints; on the mesh of its stage.
+        """Returns the layout of a parameter (its home) or of a value, by the name that `sbpc show` prints; on the
+        mesh of its stage.
 
         Raises PlanError for a name that is neither.
         """
@@ -177,14 +184,14 @@ class PlannedStep(Pipeline):
 
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
-        """Loud lines, which the report shows: rules without a proof, and ops that run whole on every rank for want of a rule, with what
-        that costs."""
+        """Loud lines, which the report shows: rules without a proof, and ops that run whole on every rank for want
+        of a rule, with what that costs."""
         return tuple(dict.fromkeys(note for chunk in self.chunks for note in chunk.notes))
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Quiet lines: rules of the user's that are proved or reviewed, ops that are planned as the parts they are made of, a schedule
-        that takes too many bytes."""
+        """Quiet lines: rules of the user's that are proved or reviewed, ops that are planned as the parts they are
+        made of, a schedule that takes too many bytes."""
         graphs = [self.boxed] if self.loop is None else [chunk.annotated for chunk in self.chunks]
         return tuple(dict.fromkeys(remark for gm in graphs for remark in gm.meta["remarks"]))
 
@@ -193,12 +200,15 @@ class PlannedStep(Pipeline):
     def chunk(self) -> Chunk:
         """The only chunk. Raises PlanError where there are several, each of which has graphs of its own."""
         if len(self.chunks) > 1:
-            raise PlanError(f"a plan of {len(self.chunks)} chunks has no one graph\n  Every chunk has one: plan.chunks[0].graph.")
+            raise PlanError(
+                f"a plan of {len(self.chunks)} chunks has no one graph\n  Every chunk has one: plan.chunks[0].graph."
+            )
         return self.chunks[0]
 
     @property
     def graph(self) -> GraphModule:
-        """The annotated graph of the only chunk, forward and backward at global shapes, with the layout of every value as `meta["sbp"]`.
+        """The annotated graph of the only chunk, forward and backward at global shapes, with the layout of every
+        value as `meta["sbp"]`.
 
         It is a copy to look at: what is changed in it changes nothing that runs."""
         return self.chunk.graph
@@ -230,7 +240,8 @@ class PlannedStep(Pipeline):
 
     @property
     def boxed(self) -> GraphModule:
-        """The graph at global shapes with a boxing node wherever layouts disagree, in the order in which it runs as one program.
+        """The graph at global shapes with a boxing node wherever layouts disagree, in the order in which it runs as
+        one program.
 
         Where collectives run beside computing, a boxing starts one, and a node `wait(x)` waits for it.
         """
@@ -243,20 +254,26 @@ class PlannedStep(Pipeline):
         return self.local_at(0)
 
     def local_at(self, rank: int) -> GraphModule:
-        """Returns the program of `rank`; ranks with equal local shapes share one. Raises PlanError if there is no such rank."""
+        """Returns the program of `rank`; ranks with equal local shapes share one. Raises PlanError if there is no
+        such rank."""
         check_kinds(PlanError, rank=(rank, "an integer"))
         if not 0 <= rank < self.inner.ranks:
-            raise PlanError(f"rank {shown(rank)} of a mesh of {self.inner.ranks} ranks\n  Ranks are 0 to {self.inner.ranks - 1}.")
+            raise PlanError(
+                f"rank {shown(rank)} of a mesh of {self.inner.ranks} ranks\n  Ranks are 0 to {self.inner.ranks - 1}."
+            )
         self.chunk  # noqa: B018 (raises where there are several)
         return self.programs[0].local_at(PARTS, True, rank)
 
     @functools.cached_property
     def programs(self) -> Sequence[ChunkPrograms]:
         """The programs of each chunk."""
-        return OnUse(len(self.chunks), lambda at: ChunkPrograms(self.chunks[at], self.in_loop, self.overlaps, self.budget))
+        return OnUse(
+            len(self.chunks), lambda at: ChunkPrograms(self.chunks[at], self.in_loop, self.overlaps, self.budget)
+        )
 
     def budget(self) -> float | None:
-        """Returns the bytes that a schedule may take of the whole step, besides those of the optimizer; None where nothing limits them."""
+        """Returns the bytes that a schedule may take of the whole step, besides those of the optimizer; None where
+        nothing limits them."""
         limit = None if self.loop is not None else self.options.memory
         return None if limit is None else limit - self.options.copies * self.parts[0].trained
 
@@ -273,11 +290,13 @@ class PlannedStep(Pipeline):
         return replace(self, chunks=[replace(self.chunk, assignment=assignment)], **others)
 
     def verify(self) -> int:
-        """Checks every edge, and returns their number: states type-check, shapes agree, gradients land at home, and what crosses is left
-        by one chunk as others read it. Raises VerifyError."""
+        """Checks every edge, and returns their number: states type-check, shapes agree, gradients land at home, and
+        what crosses is left by one chunk as others read it. Raises VerifyError."""
         edges = 0
         for at, (chunk, programs) in enumerate(zip(self.chunks, self.programs)):
-            kinds = [(which, adding) for which in self.tally(at) for adding in ((True,) if which == PARTS else (False, True))]
+            kinds = [
+                (which, adding) for which in self.tally(at) for adding in ((True,) if which == PARTS else (False, True))
+            ]
             written = [(programs.program(*kind).gm, functools.partial(programs.local_at, *kind)) for kind in kinds]
             edges += chunk.rewriter.verify(chunk, written) + len(chunk.receives)
         for mistake in wrong_crossings(self):
@@ -291,11 +310,12 @@ class PlannedStep(Pipeline):
         return costs_of(self.chunks, self.in_loop, self.programs)
 
     def timeline(self) -> list[Event]:
-        """Returns what a step is predicted to do on the busiest rank: kernels and collectives, each on its stream from start to end, in
-        seconds since the step began. Forward and backward run as one program, as `module.step` runs them.
+        """Returns what a step is predicted to do on the busiest rank: kernels and collectives, each on its stream
+        from start to end, in seconds since the step began. Forward and backward run as one program, as `module.step`
+        runs them.
 
-        Of a loop, with stages or with one: a lane for each stage, on which chunks work on micro-batches, and beside it lanes of the
-        collectives inside it and of what it sends to others.
+        Of a loop, with stages or with one: a lane for each stage, on which chunks work on micro-batches, and beside
+        it lanes of the collectives inside it and of what it sends to others.
         """
         return stage_events(self, 0) if self.loop is None else stage_lanes(self)
 
@@ -306,12 +326,14 @@ class PlannedStep(Pipeline):
 
     @functools.cached_property
     def named(self) -> GraphModule | None:
-        """The graph whose dims have symbols, of which chunks are parts. None where none have: of several chunks that were read from a file
-        there is no such graph."""
+        """The graph whose dims have symbols, of which chunks are parts. None where none have: of several chunks that
+        were read from a file there is no such graph."""
         if self.loop is None:
             return self.annotated
         source = self.body or (self if len(self.chunks) == 1 else None)
-        return None if source is None else name_parts(source.annotated, self.loop, self.inner, self.options.dynamic or {})
+        return (
+            None if source is None else name_parts(source.annotated, self.loop, self.inner, self.options.dynamic or {})
+        )
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -327,4 +349,7 @@ class PlannedStep(Pipeline):
         mine = {at: self.programs[at] for at in self.chunks_on(stage)}
         if self.named is None or self.loop is None:
             return mine
-        return {at: ChunkPrograms(with_dims(each.chunk, self.named), self.in_loop, self.overlaps) for at, each in mine.items()}
+        return {
+            at: ChunkPrograms(with_dims(each.chunk, self.named), self.in_loop, self.overlaps)
+            for at, each in mine.items()
+        }

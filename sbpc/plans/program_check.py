@@ -23,7 +23,8 @@ def require(condition: bool, what: str, node: Node) -> None:
 
 
 def verify_local(gm: GraphModule) -> int:
-    """Checks that every value has the shape that its layout gives it on this rank; returns the number of edges checked."""
+    """Checks that every value has the shape that its layout gives it on this rank; returns the number of edges
+    checked."""
     return ShapeCheck(gm).check()
 
 

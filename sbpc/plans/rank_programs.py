@@ -1,9 +1,9 @@
 """Writes the programs of all ranks for one step into the file of a plan, and reads them: what running a plan needs.
 
-A step of an exported file is the body of a plan's file (`plan_file.encode`) and besides: `programs`, by the names of `StepPrograms`
-one graph for every class of ranks with equal local shapes; `ranks`, the number of its class by rank; `given` and `left`, the layouts
-of inputs and outputs; `inputs` and `outputs`, their global shapes; `traces`, the lines of the source, to which the calls of programs
-refer by number. The further steps of a file stand under `steps`.
+A step of an exported file is the body of a plan's file (`plan_file.encode`) and besides: `programs`, by the names of
+`StepPrograms` one graph for every class of ranks with equal local shapes; `ranks`, the number of its class by rank;
+`given` and `left`, the layouts of inputs and outputs; `inputs` and `outputs`, their global shapes; `traces`, the
+lines of the source, to which the calls of programs refer by number. The further steps of a file stand under `steps`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ GROUP_SIZE_AT = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 2}  # whi
 class Programs:
     """What a rank needs to run one step of a plan; takes a plan's place in `parallelize` and `simulate`.
 
-    shapes, given, left: as those of a plan. kinds: by name the programs, one for each class of ranks; ranks: the number of its class by
-    rank. digest: of the file.
+    shapes, given, left: as those of a plan. kinds: by name the programs, one for each class of ranks; ranks: the
+    number of its class by rank. digest: of the file.
     """
 
     mesh: Mesh
@@ -91,7 +91,10 @@ def encode(plan: Plan) -> dict[str, Any]:
     classes = [plan.chunk.shape_class(rank) for rank in range(plan.mesh.ranks)]
     for rank, key in enumerate(classes):
         first.setdefault(key, rank)
-    programs = {name: [plan_file.encode_graph(made.program(name, rank)) for rank in first.values()] for name in names_of(plan.ports)}
+    programs = {
+        name: [plan_file.encode_graph(made.program(name, rank)) for rank in first.values()]
+        for name in names_of(plan.ports)
+    }
     traces = dict[str, int]()
     for item in traced(programs):
         item["stack_trace"] = traces.setdefault(item["stack_trace"], len(traces))
@@ -102,7 +105,9 @@ def encode(plan: Plan) -> dict[str, Any]:
         "given": plan_file.encode_layouts(plan.given.values()),
         "left": plan_file.encode_layouts(plan.left.values()),
         "inputs": [plan_file.encode_value(value) for value in plan.shapes.values()],
-        "outputs": [None if node is None else plan_file.encode_value(node.meta["val"]) for node in results(plan.annotated)],
+        "outputs": [
+            None if node is None else plan_file.encode_value(node.meta["val"]) for node in results(plan.annotated)
+        ],
     }
 
 
@@ -113,7 +118,8 @@ def traced(programs: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]
 
 
 def decode(decoder: Decoder) -> Programs:
-    """Returns the programs of a step. Raises PlanError if the file has none, or if they do not fit its mesh and its ports."""
+    """Returns the programs of a step. Raises PlanError if the file has none, or if they do not fit its mesh and its
+    ports."""
     body, ports = decoder.body, decoder.ports()
     ports = replace(ports, results=plain(ports.results))
     given, left = decoder.layouts("given"), decoder.layouts("left")
@@ -141,11 +147,14 @@ def decode(decoder: Decoder) -> Programs:
 
 
 def decode_kinds(decoder: Decoder, ports: Ports) -> dict[str, tuple[GraphModule, ...]]:
-    """Returns the programs by name. What the backward may do with saved values depends on what the forward has computed."""
+    """Returns the programs by name. What the backward may do with saved values depends on what the forward has
+    computed."""
     early, kinds = sum(port.kind in EARLY for port in ports.outputs), dict[str, tuple[GraphModule, ...]]()
     for name in names_of(ports):
         bodies = decoder.body["programs"].get(name, [])
-        saved = [gm.meta["bounds"][early:] for gm in kinds[FORWARD]] if PIECES[name].reads == SAVED else [()] * len(bodies)
+        saved = (
+            [gm.meta["bounds"][early:] for gm in kinds[FORWARD]] if PIECES[name].reads == SAVED else [()] * len(bodies)
+        )
         kinds[name] = tuple(decoder.graph(body, True, bounds) for body, bounds in zip(bodies, saved))
     return kinds
 
@@ -182,17 +191,21 @@ def wrong_homes(programs: Programs) -> Iterator[str]:
 
 
 def wrong_shapes(programs: Programs, outputs: list[Any]) -> Iterator[str]:
-    """Yields inputs, outputs and inner values of programs that have not the shape that their layout gives them on a rank, and values
-    that one program leaves for another which that does not take.
+    """Yields inputs, outputs and inner values of programs that have not the shape that their layout gives them on a
+    rank, and values that one program leaves for another which that does not take.
 
     outputs: whole values of the outputs.
     """
-    mesh, handed = programs.mesh, dict[tuple[str, int], Any]()  # by what it is and class: what programs leave for others
+    # by what it is and class: what programs leave for others
+    mesh, handed = programs.mesh, dict[tuple[str, int], Any]()
     given = [(port, programs.shapes[port], layout) for port, layout in programs.given.items()]
     ends = [(port, value, layout) for (port, layout), value in zip(programs.left.items(), outputs)]
     for name, kinds in programs.kinds.items():
-        piece, checked = PIECES[name], dict[int, list[tuple[Node, Port, Any, Any]]]()  # by class: node, port, whole value, layout
-        takes, leaves = ([item for item in each if item[0].kind in of] for each, of in ((given, piece.inputs), (ends, piece.outputs)))
+        # by class: node, port, whole value, layout
+        piece, checked = PIECES[name], dict[int, list[tuple[Node, Port, Any, Any]]]()
+        takes, leaves = (
+            [item for item in each if item[0].kind in of] for each, of in ((given, piece.inputs), (ends, piece.outputs))
+        )
         for kind, gm in enumerate(kinds):
             stored, left = gm.graph.find_nodes(op="placeholder"), results(gm)
             first = len(stored) - len(mesh.axes) - len(takes)
@@ -213,7 +226,10 @@ def wrong_shapes(programs: Programs, outputs: list[Any]) -> Iterator[str]:
                 if (node is None) != (layout is None) or (node is None) != (value is None):
                     yield f"program {name} {kind}: {port.kind} {port.name} is absent in one place and there in another"
                 elif node is not None and not fits(node, value, layout, mesh, mesh.coordinates(rank)):
-                    yield f"program {name} {kind}: {port.kind} {port.name} is not what rank {rank} holds of it in {layout}"
+                    yield (
+                        f"program {name} {kind}: {port.kind} {port.name} is not what rank {rank} holds of it in "
+                        f"{layout}"
+                    )
 
 
 def inner_values(graph: Graph) -> list[tuple[Node, Port, Any, Any]]:
@@ -228,7 +244,8 @@ def inner_values(graph: Graph) -> list[tuple[Node, Port, Any, Any]]:
 
 
 def called(node: Node, port: Port) -> bool:
-    """Returns whether a placeholder has the name that capture gives to the one of a port, and torch without what is not ASCII."""
+    """Returns whether a placeholder has the name that capture gives to the one of a port, and torch without what is
+    not ASCII."""
     name = re.sub("[^0-9a-zA-Z_]+", "_", port.name)
     return re.fullmatch(rf"_?{re.escape(name)}(_\d+)?", node.name) is not None
 
@@ -243,7 +260,8 @@ def fits(node: Node, value: Tensor, layout: Layout, mesh: Mesh, coordinates: tup
 
 
 def wrong_collectives(mesh: Mesh, kinds: Sequence[GraphModule], ranks: Sequence[int]) -> Iterator[str]:
-    """Yields collectives without one wait, over groups that the mesh has not, and those on which the ranks of a group do not agree.
+    """Yields collectives without one wait, over groups that the mesh has not, and those on which the ranks of a
+    group do not agree.
 
     kinds: the programs. ranks: the number of its program by rank.
     """
@@ -269,7 +287,8 @@ def wrong_collectives(mesh: Mesh, kinds: Sequence[GraphModule], ranks: Sequence[
 
 
 def disagreements(mesh: Mesh, sequences: Sequence[Mapping[str, list[Any]]], ranks: Sequence[int]) -> Iterator[str]:
-    """Yields the groups whose ranks do not run the same collectives. sequences: by program and group, its collectives in order."""
+    """Yields the groups whose ranks do not run the same collectives. sequences: by program and group, its
+    collectives in order."""
     seen = set()
     for axes in mesh.runs():
         group = mesh.group_name(axes)

@@ -38,8 +38,8 @@ GIVEN, EARLY, LATE = tuple(kind for kind in INPUTS if kind != TANGENT), (OUTPUT,
 class Piece(NamedTuple):
     """What a program is: the parts that it runs, and what goes in and comes out.
 
-    reads: what another program has left for it, None for nothing; the inputs of some kinds come behind that, then the rank's position on
-    each axis. gives: what it leaves for another one, behind the outputs of some kinds.
+    reads: what another program has left for it, None for nothing; the inputs of some kinds come behind that, then
+    the rank's position on each axis. gives: what it leaves for another one, behind the outputs of some kinds.
     """
 
     which: Parts

@@ -1,10 +1,11 @@
-"""Gives every value symbolic sizes: the ops' rules carry the names of the dims of inputs and parameters through the graph.
+"""Gives every value symbolic sizes: the ops' rules carry the names of the dims of inputs and parameters through the
+graph.
 
-Nothing is captured symbolically. A rule binds every dim of a call to factors, so the symbols of an operand become those
-of the factors, and then those of the results. A size is kept as atoms, major first, so that (b s) comes apart as b and s.
-A dim that is not named takes the name of what it meets in a rule: the second dim of down.weight becomes "4*h" where
-up.weight has ("4*h", "h"). Of the size of a factory only the number is known: if exactly one named dim has that number, the
-size takes its name. Else it stays a number, and a note says so.
+Nothing is captured symbolically. A rule binds every dim of a call to factors, so the symbols of an operand become
+those of the factors, and then those of the results. A size is kept as atoms, major first, so that (b s) comes apart
+as b and s. A dim that is not named takes the name of what it meets in a rule: the second dim of down.weight becomes
+"4*h" where up.weight has ("4*h", "h"). Of the size of a factory only the number is known: if exactly one named dim
+has that number, the size takes its name. Else it stays a number, and a note says so.
 """
 
 from __future__ import annotations
@@ -65,12 +66,14 @@ def formula(text: Any, what: str) -> sympy.Expr:
 
 
 def declare(gm: GraphModule, dynamic: Mapping[str, Any], outside: Set[str] = frozenset()) -> dict[str, int]:
-    """Puts symbolic dims on every value of an annotated graph, and returns the number of every symbol at the captured sizes.
+    """Puts symbolic dims on every value of an annotated graph, and returns the number of every symbol at the
+    captured sizes.
 
-    dynamic: name of a parameter (or pattern) or of an input -> its dims, each a text, an integer or None for the number
-    it is; name of a symbol that no dim has alone -> its number. After: `meta["dims"]` on every placeholder and call, one
-    tuple per output, and `meta["factors"]` on every call that has a rule; `meta["parts"]` the same for what a call may be
-    taken apart into. outside: symbols of which no value has that many elements, so that none is named so for its number alone.
+    dynamic: name of a parameter (or pattern) or of an input -> its dims, each a text, an integer or None for the
+    number it is; name of a symbol that no dim has alone -> its number. After: `meta["dims"]` on every placeholder
+    and call, one tuple per output, and `meta["factors"]` on every call that has a rule; `meta["parts"]` the same for
+    what a call may be taken apart into. outside: symbols of which no value has that many elements, so that none is
+    named so for its number alone.
 
     Raises SbpcError if a name is unknown, or if the dims do not fit the shapes or each other.
     """
@@ -155,7 +158,8 @@ def dims_of(node: Node, pattern: str, dims: Any) -> Dims:
 
 
 def solve(given: Mapping[Node, Dims], numbers: Mapping[str, int]) -> dict[str, int]:
-    """Returns the number of every symbol. Symbols that are alone in a dim are solved first. Raises SbpcError if dims disagree."""
+    """Returns the number of every symbol. Symbols that are alone in a dim are solved first. Raises SbpcError if dims
+    disagree."""
     known = dict(numbers)
     pairs = [(dim, size, node) for node, dims in given.items() for dim, size in zip(dims, node.meta["val"].shape)]
     for _ in pairs:
@@ -172,7 +176,9 @@ def solve(given: Mapping[Node, Dims], numbers: Mapping[str, int]) -> dict[str, i
                 raise SbpcError(f"{what}\n  With {sizes or 'no symbols'}: mend one of them.")
     lost = sorted({s.name for dim, _, _ in pairs for s in dim.free_symbols} - known.keys())
     if lost:
-        raise SbpcError(f"dynamic: the number of {', '.join(lost)} cannot be told\n  Give it, as in {{'{lost[0]}': 12}}.")
+        raise SbpcError(
+            f"dynamic: the number of {', '.join(lost)} cannot be told\n  Give it, as in {{'{lost[0]}': 12}}."
+        )
     for name in sorted(known):
         if known[name] < 2:
             todo = "Plan at sizes from 2 on: dims of 1 element are not told apart."
@@ -183,7 +189,8 @@ def solve(given: Mapping[Node, Dims], numbers: Mapping[str, int]) -> dict[str, i
 class Walk:
     """Finds the sizes of values and of factors, node by node in the order of the graph.
 
-    given: the dims of placeholders. known: the numbers of symbols. called: the symbols that were given as numbers. outside: see `declare`.
+    given: the dims of placeholders. known: the numbers of symbols. called: the symbols that were given as numbers.
+    outside: see `declare`.
     """
 
     def __init__(self, given: dict[Node, Dims], known: Mapping[str, int], called: Set[str], outside: Set[str]) -> None:
@@ -222,7 +229,8 @@ class Walk:
         node.meta["dims"] = tuple(tuple(map(product, size)) for size in sizes)
 
     def parts(self, node: Node, phases: Phases) -> dict[int, tuple[dict[str, Any], Dims]]:
-        """Returns factors and dims of the parts into which a node may be taken apart, by the number of the part's value."""
+        """Returns factors and dims of the parts into which a node may be taken apart, by the number of the part's
+        value."""
         sizes = {slot: self.sizes[value_of(operand)] for slot, operand in enumerate(operands(node))}
         parts = {}
         for part in phases.parts:
@@ -241,7 +249,8 @@ class Walk:
         return ((dims[0] if len(dims) == 1 else sympy.Integer(number), number),)
 
     def factors(self, node: Node, match: Match, read: Sequence[tuple[Size, ...]]) -> dict[str, Size]:
-        """Returns the sizes of the factors of a call, from the dims of its operands: first from those that have symbols."""
+        """Returns the sizes of the factors of a call, from the dims of its operands: first from those that have
+        symbols."""
         bound = [
             (dim, size)
             for value, sizes in zip(match.bound.inputs, read)
@@ -281,7 +290,8 @@ class Walk:
             self.equal(product(one), product(other))
 
     def equal(self, one: Any, other: Any) -> None:
-        """Notes that two expressions are equal. If one is a multiple of a symbol that is not known yet, that symbol is known now."""
+        """Notes that two expressions are equal. If one is a multiple of a symbol that is not known yet, that symbol
+        is known now."""
         if one == other or (one.free_symbols | other.free_symbols).isdisjoint(self.numbers):
             return
         one, other = self.known(one), self.known(other)
@@ -326,15 +336,20 @@ def size_of(dim: Any, factors: Mapping[str, Size]) -> Size:
     return (*literal, *(atom for factor in dim.factors for atom in factors[factor]))
 
 
-def name_dims(gm: GraphModule, mesh: Mesh, dynamic: Mapping[str, Any], outside: Set[str] = frozenset()) -> dict[str, Any]:
-    """Makes the dims of the graph symbolic, with the symbols' numbers in `meta["dynamic"]`; returns `dynamic` as JSON values.
+def name_dims(
+    gm: GraphModule, mesh: Mesh, dynamic: Mapping[str, Any], outside: Set[str] = frozenset()
+) -> dict[str, Any]:
+    """Makes the dims of the graph symbolic, with the symbols' numbers in `meta["dynamic"]`; returns `dynamic` as
+    JSON values.
 
     outside: see `declare`.
     """
     numbers = declare(gm, dynamic, outside)
     taken = sorted(name for name in numbers if name in mesh.axes or in_formulas(name))
     if taken:
-        raise SbpcError(f"dynamic: {taken[0]!r} is the name of something else in the formula\n  Call the dim otherwise.")
+        raise SbpcError(
+            f"dynamic: {taken[0]!r} is the name of something else in the formula\n  Call the dim otherwise."
+        )
     gm.meta["dynamic"] = numbers
     return {
         name: dims if isinstance(dims, int) else [None if dim is None else str(dim) for dim in dims]

@@ -1,10 +1,10 @@
 """Simulates a step on two kinds of streams: one computes, and each kind of link carries one collective at a time.
 
-A program runs its nodes in order. A kernel takes the computing stream. A collective starts where it stands, as soon as its link
-is free, and goes on beside the kernels that follow, up to the node that waits for it. One that nobody waits for apart is waited
-for where it stands. Collectives of one bucket (`meta["bucket"]`) are one: the first takes its whole time, each other one what its
-bytes take, and all end together. Durations are those of the busiest rank, as in `Cost`; where the cluster says so, both take longer
-while a kernel and a collective run beside each other.
+A program runs its nodes in order. A kernel takes the computing stream. A collective starts where it stands, as soon
+as its link is free, and goes on beside the kernels that follow, up to the node that waits for it. One that nobody
+waits for apart is waited for where it stands. Collectives of one bucket (`meta["bucket"]`) are one: the first takes
+its whole time, each other one what its bytes take, and all end together. Durations are those of the busiest rank, as
+in `Cost`; where the cluster says so, both take longer while a kernel and a collective run beside each other.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ STREAMS = COMPUTE, INSIDE, ACROSS
 class Event:
     """A kernel or a collective on its stream, from `start` to `end` in seconds since the step began.
 
-    stream: one of `STREAMS`. name: of the node of the boxed graph. kind: the op or the collective. phase: "forward" or "backward".
-    axis: over which a collective goes, merged axes as "a+b". bucket: of a collective that goes in one message with others, the name
-    of the first of them.
+    stream: one of `STREAMS`. name: of the node of the boxed graph. kind: the op or the collective. phase: "forward"
+    or "backward". axis: over which a collective goes, merged axes as "a+b". bucket: of a collective that goes in one
+    message with others, the name of the first of them.
     """
 
     stream: str
@@ -137,10 +137,10 @@ class Span:
 class Clock:
     """The time on the computing stream while a program runs, and the collectives that are on their way.
 
-    Beside a collective kernels take `kernels_beside` times as long, and it takes `links_beside` times as long beside kernels. To start
-    one that is waited for later takes `start` seconds.
-    now: seconds since the step began. links: by stream, the collectives that have not ended, in order. last: by what a message is
-    called, the last collective of it.
+    Beside a collective kernels take `kernels_beside` times as long, and it takes `links_beside` times as long beside
+    kernels. To start one that is waited for later takes `start` seconds.
+    now: seconds since the step began. links: by stream, the collectives that have not ended, in order. last: by what
+    a message is called, the last collective of it.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -150,7 +150,8 @@ class Clock:
         self.last: dict[Hashable, Span] = {}
 
     def take(self, work: Work, message: Hashable, awaited: bool) -> Span:
-        """Runs a kernel, or starts a collective as part of a message, which is waited for at once unless it is `awaited` later."""
+        """Runs a kernel, or starts a collective as part of a message, which is waited for at once unless it is
+        `awaited` later."""
         if work.stream == COMPUTE:
             start = self.now
             self.compute(work.seconds)
@@ -186,18 +187,21 @@ class Clock:
             self.compute(seconds - took / self.kernels)
 
     def slowed(self, moment: float, seconds: float) -> float:
-        """Returns the moment at which a link gets to what it would have got to at `moment`, if kernels run for `seconds` from now on."""
+        """Returns the moment at which a link gets to what it would have got to at `moment`, if kernels run for
+        `seconds` from now on."""
         ahead = moment - self.now
         return moment if ahead <= 0 else self.now + min(ahead * self.slow, ahead + seconds * (1 - 1 / self.slow))
 
 
 def bucket_of(node: Node) -> str:
-    """Returns the name of the first collective of those that go in one message with this one: its own where it goes alone."""
+    """Returns the name of the first collective of those that go in one message with this one: its own where it goes
+    alone."""
     return str(node.meta.get("bucket", node.name))
 
 
 def kind_of(node: Node) -> Hashable:
-    """Returns what is equal for collectives that may go in one message: what they do over which ranks, with what, and when."""
+    """Returns what is equal for collectives that may go in one message: what they do over which ranks, with what,
+    and when."""
     step = node.meta["step"]
     (reduction,) = {getattr(step.before.states[axis], "op", None) for axis in step.axes}
     return step.collective, step.axes, reduction, node.meta["val"].dtype, node.meta.get("phase")
@@ -206,7 +210,10 @@ def kind_of(node: Node) -> Hashable:
 def exposed_seconds(events: Sequence[Event]) -> dict[str, float]:
     """Returns by name of a collective for how long nothing is computed while it goes on."""
     computing = [event for event in events if event.stream == COMPUTE]
-    ends, starts = [0.0, *(event.end for event in computing)], [*(event.start for event in computing), makespan(list(events))]
+    ends, starts = (
+        [0.0, *(event.end for event in computing)],
+        [*(event.start for event in computing), makespan(list(events))],
+    )
     result = {}
     for event in events:
         if event.stream != COMPUTE:

@@ -15,10 +15,11 @@ PREDICTED, MEASURED = "predicted", "measured"  # titles of the lanes
 
 
 def save_trace(lanes: Mapping[str, Sequence[Event]], path: Path) -> None:
-    """Writes events as a Chrome trace: a process for every lane, a thread for every stream. Raises PlanError if that fails.
+    """Writes events as a Chrome trace: a process for every lane, a thread for every stream. Raises PlanError if that
+    fails.
 
-    lanes: by title, such as "predicted", the events. Of a stream on which several things run at a time, one thread does not hold
-    all: there are as many as run at a time.
+    lanes: by title, such as "predicted", the events. Of a stream on which several things run at a time, one thread
+    does not hold all: there are as many as run at a time.
     """
     records: list[dict[str, Any]] = []
     for process, (title, events) in enumerate(lanes.items()):
@@ -37,7 +38,8 @@ def save_trace(lanes: Mapping[str, Sequence[Event]], path: Path) -> None:
 
 
 def rows(events: Sequence[Event]) -> list[list[Event]]:
-    """Returns the events of a stream in rows, in each of which none begins before the last one ends; one row at least."""
+    """Returns the events of a stream in rows, in each of which none begins before the last one ends; one row at
+    least."""
     found: list[list[Event]] = [[]]
     for event in sorted(events, key=lambda event: event.start):
         free = (row for row in found if not row or row[-1].end <= event.start)
@@ -58,7 +60,8 @@ def record(event: Event, process: int, thread: int) -> dict[str, Any]:
 
 
 def read_trace(path: str | Path) -> dict[str, list[Event]]:
-    """Returns the events in a file that `save_trace` wrote, by title, in the order of their starts. Raises PlanError if it is none."""
+    """Returns the events in a file that `save_trace` wrote, by title, in the order of their starts. Raises PlanError
+    if it is none."""
     try:
         records = read_json(Path(path).read_text(encoding="utf-8"))["traceEvents"]
         titles = {each["pid"]: str(each["args"]["name"]) for each in records if each["name"] == "process_name"}
@@ -73,13 +76,16 @@ def read_trace(path: str | Path) -> dict[str, list[Event]]:
 
 
 def measured_step(path: str | Path, predicted: Sequence[Event]) -> list[Event]:
-    """Returns the measured events in a file. Raises PlanError if it has none, or not all of these predicted ones: a run measures each."""
+    """Returns the measured events in a file. Raises PlanError if it has none, or not all of these predicted ones: a
+    run measures each."""
     measured = read_trace(path).get(MEASURED)
     if measured is None:
         raise PlanError(f"{path} holds no measured step\n  `sbpc run ... --trace FILE` measures one.")
     lost = {event.name for event in predicted} - {event.name for event in measured}
     if lost:
-        raise PlanError(f"{path} was measured with another plan: it has no {min(lost)!r}\n  Give the plan that was run.")
+        raise PlanError(
+            f"{path} was measured with another plan: it has no {min(lost)!r}\n  Give the plan that was run."
+        )
     return measured
 
 

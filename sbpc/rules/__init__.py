@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sbpc.rules.ops import attention, conv, decompositions, embedding, factories, index, loss, matmul, norm, pointwise  # isort: skip
+# isort: skip
+from sbpc.rules.ops import attention, conv, decompositions, embedding, factories, index, loss, matmul, norm, pointwise
+
 from sbpc.rules.ops import reductions, views  # isort: skip
 from sbpc.rules.binding import Signature
 from sbpc.rules.match import Match, Phases
@@ -10,6 +12,22 @@ from sbpc.rules.registry import match, rule
 from sbpc.rules.two_phase import decomposition
 
 __all__ = [
-    "Match", "Phases", "Signature", "attention", "conv", "decomposition", "decompositions", "embedding", "factories",
-    "index", "loss", "match", "matmul", "norm", "pointwise", "reductions", "rule", "views",
-]  # fmt: skip
+    "Match",
+    "Phases",
+    "Signature",
+    "attention",
+    "conv",
+    "decomposition",
+    "decompositions",
+    "embedding",
+    "factories",
+    "index",
+    "loss",
+    "match",
+    "matmul",
+    "norm",
+    "pointwise",
+    "reductions",
+    "rule",
+    "views",
+]

@@ -97,8 +97,8 @@ def flat_outputs(outputs: Any) -> list[Any]:
 class Given(NamedTuple):
     """What stands for an operand of a rule string in a call.
 
-    number: the place in the string. name: of the argument, "" for an output. shape: the sizes of its dims, None for what the
-    string does not name, and what is absent.
+    number: the place in the string. name: of the argument, "" for an output. shape: the sizes of its dims, None for
+    what the string does not name, and what is absent.
     """
 
     number: int
@@ -225,7 +225,8 @@ def _allowed(bound: Bound, signature: Signature) -> bool:
 
 # --- binding ----------------------------------------------------------------------------------------------------------
 def slots(schema: Any, named: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """What the operands of a rule string stand for: name and value in schema order, a list of tensors element by element."""
+    """What the operands of a rule string stand for: name and value in schema order, a list of tensors element by
+    element."""
     found: list[tuple[str, Any]] = []
     for argument in schema.arguments:
         value = named[argument.name]

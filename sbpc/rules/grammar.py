@@ -21,9 +21,7 @@ from sbpc.mesh.states import Ints, Names
 from sbpc.rules.predicate import predicate_fault
 
 TOKEN = re.compile(r"\s*(?:(->)|([A-Za-z][A-Za-z0-9_]*)|(_)(?![A-Za-z0-9_])|([0-9]+)|([-,;()\[\]+*@=:]))")
-CLAUSES = (
-    "+f, max f, min f, fix f, same(f -> outs), add(ins), lin(ins -> outs), idx f @ in, via f... = NAME, when(...)"
-)
+CLAUSES = "+f, max f, min f, fix f, same(f -> outs), add(ins), lin(ins -> outs), idx f @ in, via f... = NAME, when(...)"
 GRAMMAR = "See the grammar in sbpc/rules/grammar.py."
 T = TypeVar("T")
 
@@ -233,10 +231,17 @@ class _Parser:
     def clause(self) -> None:
         at, word = self.skip(), self.take()
         readers: dict[str, tuple[str, Callable[[], Any]]] = {
-            "+": ("summed", self.factors), "max": ("maxed", self.factors), "min": ("minned", self.factors),
-            "fix": ("fixed", self.factors), "same": ("same", self.same), "add": ("added", self.operands),
-            "lin": ("linear", self.lin), "idx": ("idx", self.index), "via": ("via", self.via), "when": ("when", self.when),
-        }  # fmt: skip
+            "+": ("summed", self.factors),
+            "max": ("maxed", self.factors),
+            "min": ("minned", self.factors),
+            "fix": ("fixed", self.factors),
+            "same": ("same", self.same),
+            "add": ("added", self.operands),
+            "lin": ("linear", self.lin),
+            "idx": ("idx", self.index),
+            "via": ("via", self.via),
+            "when": ("when", self.when),
+        }
         if word not in readers:
             what = f"unknown clause {word!r}" if word else "expected a clause, found the end"
             self.fail(what, f"A clause is one of {CLAUSES}.", at)

@@ -46,7 +46,8 @@ def grouped_local(shard: Shard) -> Any:
 
 
 def product(shard: Shard, given: Arguments) -> Any:
-    """The op itself, or for float64, which its kernels do not take, one product for each group, of all rows with zeros for the others."""
+    """The op itself, or for float64, which its kernels do not take, one product for each group, of all rows with
+    zeros for the others."""
     if shard.match.bound.outputs[0].dtype != torch.float64:
         return shard.plain(**given)
     call, local, x, y, text = shard.aten, shard.local, given["self"], given["mat2"], shard.match.rule.text

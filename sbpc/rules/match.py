@@ -1,4 +1,5 @@
-"""A matched call: an op with its rule, its legal signatures and their local arguments, and how it runs in two phases."""
+"""A matched call: an op with its rule, its legal signatures and their local arguments, and how it runs in two
+phases."""
 
 from __future__ import annotations
 
@@ -112,10 +113,10 @@ class Entry:
 class Match:
     """A rule bound to one call at global sizes.
 
-    sizes: factor -> global size. signatures: all-B first. divides: factors that lead a group; every axis that cuts one
-    must divide its (local) size. nonempty: factors that may leave no rank an empty shard. view: the outputs alias an
-    input. shifts: factors of which `localize` wants the offset where they are split. phases: what runs in the place of the
-    op where a factor is split `via` a function.
+    sizes: factor -> global size. signatures: all-B first. divides: factors that lead a group; every axis that cuts
+    one must divide its (local) size. nonempty: factors that may leave no rank an empty shard. view: the outputs
+    alias an input. shifts: factors of which `localize` wants the offset where they are split. phases: what runs in
+    the place of the op where a factor is split `via` a function.
     """
 
     op: OpOverload
@@ -135,7 +136,8 @@ class Match:
         return frozenset(factor for factor in self.sizes if base(factor) in indexed)
 
     def flops(self, local: Arguments) -> Any:
-        """The flops of the op at these factor sizes (numbers, arrays, sympy): by default `each` per point of its space."""
+        """The flops of the op at these factor sizes (numbers, arrays, sympy): by default `each` per point of its
+        space."""
         text = self.entry.flops(self) if callable(self.entry.flops) else self.entry.flops
         if text is None:
             return math.prod((local[factor] for factor in self.points), start=self.each)
@@ -166,9 +168,13 @@ class Match:
         return tuple(factor for factor in self.sizes if factor in of_tensors)
 
     def localize(
-        self, call: Call, args: Sequence[Any], kwargs: Arguments, local: Mapping[str, int],
+        self,
+        call: Call,
+        args: Sequence[Any],
+        kwargs: Arguments,
+        local: Mapping[str, int],
         offsets: Arguments,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Run (or emit) the op on shards by `call(op, *args, **kwargs)`, once or more; what it returns, or a tuple.
 
         args: those of the call with local values for tensors. local: factor -> local size. offsets: factor -> 0-dim

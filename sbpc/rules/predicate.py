@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 
-# Names, constants and lists of them, compared and joined; no calls, no attributes, so evaluating a stranger's predicate runs nothing.
+# Names, constants and lists of them, compared and joined; no calls, no attributes, so evaluating a stranger's predicate
+# runs nothing.
 ALLOWED = (
     ast.Expression, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.Name, ast.Constant, ast.List, ast.boolop, ast.Not, ast.USub,
     ast.cmpop, ast.Load,

@@ -23,11 +23,17 @@ MATCHES: dict[Any, Match | None] = {}
 
 
 def rule(
-    ops: OpOverload | str, text: str | Write, *, flops: str | Count | None = None, local: Kernel | None = None,
-    nonempty: str = "", view: bool = False, replace: bool = False,
-) -> None:  # fmt: skip
-    """Give an op, or those of ATen that a text names, a rule: its string, or a function of its (fake) arguments by name and its
-    outputs that returns one.
+    ops: OpOverload | str,
+    text: str | Write,
+    *,
+    flops: str | Count | None = None,
+    local: Kernel | None = None,
+    nonempty: str = "",
+    view: bool = False,
+    replace: bool = False,
+) -> None:
+    """Give an op, or those of ATen that a text names, a rule: its string, or a function of its (fake) arguments by
+    name and its outputs that returns one.
 
     flops: "2 m k n" (or "1/3 m k"), FREE, WRITTEN, or a function of the match; by default one per point. local:
     what runs on shards where the op alone is not enough.
@@ -112,7 +118,8 @@ def _match(op: OpOverload, args: Sequence[Any], kwargs: Arguments, outputs: Any)
 def applied(
     op: OpOverload, text: str, named: Arguments, outputs: Any, known: Mapping[str, int] = MappingProxyType({})
 ) -> Bound | None:
-    """A rule string bound to a call, None if its when(...) does not hold. Raises RuleError if it does not fit the call."""
+    """A rule string bound to a call, None if its when(...) does not hold. Raises RuleError if it does not fit the
+    call."""
     parsed = parse(text)
     try:
         bound = bind(parsed, op._schema, named, outputs, known)

@@ -1,9 +1,10 @@
 """How kernels read memory: operands are laid out for kernels that give wrong numbers, or refuse, in other strides.
 
-A graph that was captured with some strides runs with others: collectives give contiguous tensors, callers give what they
-have, and the calls of `contiguous` that autograd puts between kernels do nothing while capturing. Most kernels take any
-strides. What the others need stands in NEEDS, for CPUs and GPUs together; the executors lay their operands out when they
-run, so that no copy is made where none is needed. The proof of rules runs every sample call in other strides, too.
+A graph that was captured with some strides runs with others: collectives give contiguous tensors, callers give what
+they have, and the calls of `contiguous` that autograd puts between kernels do nothing while capturing. Most kernels
+take any strides. What the others need stands in NEEDS, for CPUs and GPUs together; the executors lay their operands
+out when they run, so that no copy is made where none is needed. The proof of rules runs every sample call in other
+strides, too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ ALIGNED = 16  # bytes
 
 
 def format_of(x: Tensor) -> torch.memory_format:
-    """Returns the memory format in which a kernel reads a tensor: channels last, on CPUs, if an image lies so, else contiguous.
+    """Returns the memory format in which a kernel reads a tensor: channels last, on CPUs, if an image lies so, else
+    contiguous.
 
     Kernels ask for just these strides, also of dims of one element; of any others they take a tensor to be contiguous.
     """
@@ -43,7 +45,8 @@ def image(x: Tensor) -> Tensor:
 
 
 def filters(x: Tensor) -> Tensor:
-    """Returns the weight of a convolution without gaps where its kernel makes the gradient like it, and then refuses other strides."""
+    """Returns the weight of a convolution without gaps where its kernel makes the gradient like it, and then refuses
+    other strides."""
     return image(x) if x.device.type == "cpu" else x
 
 
@@ -53,7 +56,8 @@ def rows(x: Tensor) -> Tensor:
 
 
 def begins(x: Tensor, size: int = ALIGNED) -> bool:
-    """Returns whether all of a tensor but its first element begins at multiples of so many bytes along all dims but the last."""
+    """Returns whether all of a tensor but its first element begins at multiples of so many bytes along all dims but
+    the last."""
     return all(stride * x.element_size() % size == 0 for stride in x.stride()[:-1])
 
 
@@ -70,7 +74,8 @@ def padded(x: Tensor) -> Tensor:
 
 
 def heads_last(x: Tensor) -> Tensor:
-    """Returns what attention gives as its kernels leave it: the heads of a query lie together, [b, s, h, d] without gaps."""
+    """Returns what attention gives as its kernels leave it: the heads of a query lie together, [b, s, h, d] without
+    gaps."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -110,12 +115,16 @@ BY_NAME: dict[str, Needs] = {
     "native_batch_norm_backward": dict.fromkeys(("weight", "running_mean", "running_var"), dense),
     "native_group_norm": {"input": image, "weight": dense, "bias": dense},
     "native_group_norm_backward": {
-        "input": image, "grad_out": "input", "mean": dense, "rstd": dense, "weight": dense,
+        "input": image,
+        "grad_out": "input",
+        "mean": dense,
+        "rstd": dense,
+        "weight": dense,
     },
     "native_layer_norm_backward": {"mean": dense, "rstd": dense},
     "nll_loss2d_backward": {"self": dense},
     "view_as_complex": {"self": pairs},
-}  # fmt: skip
+}
 NEEDS: dict[Any, Needs] = {op: needs for names, needs in BY_NAME.items() for op in overloads(names)}
 """By op and argument, what lays it out; the name of an argument before it: in the memory format of that one."""
 
@@ -133,7 +142,9 @@ def laid_out(op: Any) -> Any:
         for at, need in needs:
             x = given.get(at)
             if isinstance(x, Tensor):
-                given[at] = x.contiguous(memory_format=format_of(given[places[need]])) if isinstance(need, str) else need(x)
+                given[at] = (
+                    x.contiguous(memory_format=format_of(given[places[need]])) if isinstance(need, str) else need(x)
+                )
         return op(*(given[at] for at in range(len(args))), **{name: given[places[name]] for name in kwargs})
 
     run.__name__ = op._schema.name.split("::")[1]

@@ -1,8 +1,9 @@
 """Two-phase splits: an op taken apart into ATen calls, in which a factor may be split that the op alone cannot bear.
 
-A softmax over a split dim takes each rank's maxima, then the largest of them, each rank's sum, then the sum of those. The
-calls are traced at global shapes from a plain function, and each signature of the op gives every one of them a
-signature by its ordinary rule; where a factor is split through the function, what comes out P is boxed to B at once.
+A softmax over a split dim takes each rank's maxima, then the largest of them, each rank's sum, then the sum of
+those. The calls are traced at global shapes from a plain function, and each signature of the op gives every one of
+them a signature by its ordinary rule; where a factor is split through the function, what comes out P is boxed to B
+at once.
 """
 
 from __future__ import annotations
@@ -28,20 +29,25 @@ DECOMPOSITIONS: dict[str, Callable[..., Any]] = {}
 
 
 def decomposition(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets rules name `function` in `via f = NAME`: it takes the arguments of the op in schema order and returns its outputs.
+    """Lets rules name `function` in `via f = NAME`: it takes the arguments of the op in schema order and returns its
+    outputs.
 
-    It is written in ATen calls that have rules. Where a rule splits a dim through it, partial results are completed at once, by
-    small collectives between the calls. Tensors of 16 bits come in as float32; outputs are cast to the dtypes of the op's. What the
-    op does not return may be anything.
+    It is written in ATen calls that have rules. Where a rule splits a dim through it, partial results are completed
+    at once, by small collectives between the calls. Tensors of 16 bits come in as float32; outputs are cast to the
+    dtypes of the op's. What the op does not return may be anything.
     """
     DECOMPOSITIONS[function.__name__] = function
     return function
 
 
 def take_apart(
-    name: str, named: Arguments, outputs: Sequence[Any], factors: frozenset[str],
-    signatures: Sequence[Signature], match: Callable[..., Match | None],
-) -> Phases:  # fmt: skip
+    name: str,
+    named: Arguments,
+    outputs: Sequence[Any],
+    factors: frozenset[str],
+    signatures: Sequence[Signature],
+    match: Callable[..., Match | None],
+) -> Phases:
     """The phases of a call of an op. named: its arguments. match: what finds the rule of a sub-op.
 
     Raises RuleError if there is no function of this name, or if it does not give what the op gives.
@@ -141,8 +147,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
 def _traced(
     function: Callable[..., Any], named: Arguments, outputs: Sequence[Any]
 ) -> tuple[_Recorder, list[int | None]]:
-    """The calls that a function makes, and the numbers of what it returns; checked against the op's own outputs, which may
-    be fewer."""
+    """The calls that a function makes, and the numbers of what it returns; checked against the op's own outputs,
+    which may be fewer."""
     recorder = _Recorder()
 
     def operand(value: Any) -> Any:

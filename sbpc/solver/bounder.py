@@ -1,10 +1,12 @@
-"""Lower bounds of a folded problem: multipliers that all members of a class share, found by messages that go on when costs change.
+"""Lower bounds of a folded problem: multipliers that all members of a class share, found by messages that go on when
+costs change.
 
-Messages on the folded problem itself would bound only plans in which a class has one label. So the multipliers are found in two
-steps. In a chain of equal blocks, the first block meets another value than the rest. First the blocks are solved as if there were
-no ends: every class meets the values that most of its members meet. Then the classes with one member, the ends, are solved with
-the multipliers of the blocks as they are. `sbpc.solver.proof` computes the bound of the whole problem from all multipliers.
-If every class has one member, the first step is the whole problem.
+Messages on the folded problem itself would bound only plans in which a class has one label. So the multipliers are
+found in two steps. In a chain of equal blocks, the first block meets another value than the rest. First the blocks
+are solved as if there were no ends: every class meets the values that most of its members meet. Then the classes
+with one member, the ends, are solved with the multipliers of the blocks as they are. `sbpc.solver.proof` computes
+the bound of the whole problem from all multipliers. If every class has one member, the first step is the whole
+problem.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ WIDE = 3  # axes from which messages are of single precision: half the memory, t
 class Bounder:
     """Multipliers and reduced costs of a folded problem.
 
-    labels: a plan read off the messages, by class. reduced_costs: by class and label. bound, proof: for the whole problem.
-    seconds: of a known plan.
+    labels: a plan read off the messages, by class. reduced_costs: by class and label. bound, proof: for the whole
+    problem. seconds: of a known plan.
     """
 
     def __init__(self, problem: Problem, folded: Folded, seconds: float = math.inf):
@@ -77,8 +79,8 @@ class Bounder:
                 self.shares[at] = [share / unit for share in shares[number]]
 
     def folded_reduced_costs(self) -> list[Array]:
-        """Returns reduced costs by messages of the folded problem itself, which knows the ends of runs of blocks. They go on from
-        those of the blocks. Their bound is one only of plans in which a class has one label."""
+        """Returns reduced costs by messages of the folded problem itself, which knows the ends of runs of blocks.
+        They go on from those of the blocks. Their bound is one only of plans in which a class has one label."""
         messages = self.messages_of(self.folded.problem)
         messages.start_from(self.messages, self.bundles)
         raise_bound(messages)
@@ -115,8 +117,9 @@ class Bounder:
             self.reduced_costs[at] = costs
 
     def ends(self) -> tuple[SubProblem, list[int]]:
-        """Returns the classes of one member, with the values that meet them. A larger class at such a value becomes a stand-in: a
-        variable with a label per layout that costs what the class's multipliers fall short of the best one."""
+        """Returns the classes of one member, with the values that meet them. A larger class at such a value becomes
+        a stand-in: a variable with a label per layout that costs what the class's multipliers fall short of the best
+        one."""
         folded = self.folded
         single = [at for at, size in enumerate(folded.sizes) if size == 1]
         number = {at: place for place, at in enumerate(single)}
@@ -132,7 +135,9 @@ class Bounder:
                     places.append(place)
                 else:
                     multipliers = self.multipliers.get(slot, np.zeros(len(layouts)))
-                    ports.append(stand_in(part.problem, layouts, bundle.count * bundle.multiplicity[place] * multipliers))
+                    ports.append(
+                        stand_in(part.problem, layouts, bundle.count * bundle.multiplicity[place] * multipliers)
+                    )
                     places.append(-1)
             add_value(part, Value(*ports[0], ports[1:], value.closure), at, places, bundle.count)
         return part, single
@@ -146,7 +151,8 @@ def is_wide(problem: Problem) -> bool:
 def certify(problem: Problem, finer: Sequence[int], seconds: float, limit: float) -> tuple[float, Proof]:
     """Returns the best bound found in about `limit` CPU seconds, and its proof; the first bound is not cut short.
 
-    The problem is not folded, unless that takes gigabytes: then `finer` are the classes. seconds: of a plan; a bound of as much ends it.
+    The problem is not folded, unless that takes gigabytes: then `finer` are the classes. seconds: of a plan; a bound
+    of as much ends it.
     """
     until = time.process_time() + limit
     cells = sum(len(value.closure) ** 2 for value in problem.values)
@@ -160,13 +166,14 @@ def certify(problem: Problem, finer: Sequence[int], seconds: float, limit: float
     return min(best[0], seconds), best[1]
 
 
-# --- the problems that messages solve, and multipliers from them -----------------------------------------------------------
+# --- the problems that messages solve, and multipliers from them
+# -----------------------------------------------------------
 @dataclass(eq=False)
 class SubProblem:
     """A problem made of a part of a folded one.
 
-    By value: the number of its bundle, its slots (places among those of the bundle, -1 for a stand-in), and its unit: how many
-    times a value of the bundle it stands for.
+    By value: the number of its bundle, its slots (places among those of the bundle, -1 for a stand-in), and its
+    unit: how many times a value of the bundle it stands for.
     """
 
     problem: Problem
@@ -194,7 +201,9 @@ def blocks(folded: Folded) -> SubProblem:
         for slot, many in zip(bundle.slots, bundle.multiplicity):
             if slot not in main or bundle.count * many > main[slot][0]:
                 main[slot] = bundle.count * many, at
-    kept = [[p for p, slot in enumerate(bundle.slots) if main[slot][1] == at] for at, bundle in enumerate(folded.bundles)]
+    kept = [
+        [p for p, slot in enumerate(bundle.slots) if main[slot][1] == at] for at, bundle in enumerate(folded.bundles)
+    ]
     weights = class_weights(folded, kept)
     variables = [
         Variable(v.name, v.costs if weight == size else weight / size * v.costs, v.digits)
@@ -222,7 +231,8 @@ def add_value(part: SubProblem, value: Value, bundle: int, places: list[int], un
 
 
 def class_weights(folded: Folded, kept: list[list[int]]) -> list[int]:
-    """Returns how often each class counts in `blocks`: classes of one block alike, as often as the largest has members."""
+    """Returns how often each class counts in `blocks`: classes of one block alike, as often as the largest has
+    members."""
     union = UnionFind(range(len(folded.sizes)))
     for bundle, places in zip(folded.bundles, kept):
         if 0 in places:

@@ -1,7 +1,8 @@
-"""Folding: repeated blocks are solved once. The variables of the folded problem are classes of variables of the whole one.
+"""Folding: repeated blocks are solved once. The variables of the folded problem are classes of variables of the
+whole one.
 
-Labels of classes cost the same in the folded problem as in the whole problem, where every member of a class takes the label of
-its class: a star depends on the label of its producer and on the distinct layouts that are wanted.
+Labels of classes cost the same in the folded problem as in the whole problem, where every member of a class takes
+the label of its class: a star depends on the label of its producer and on the distinct layouts that are wanted.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ Slot = tuple[int, int]  # a class, and the number of the port where its members 
 class Bundle:
     """Values of the whole problem that run between the same classes, so that the folded problem has one value for them.
 
-    slots: where they meet classes, the producer first. multiplicity: by slot, how many members of the class each value meets.
-    count: how many values they are. closure: of one of them. share_key: of their cost shares, see `Proof`.
+    slots: where they meet classes, the producer first. multiplicity: by slot, how many members of the class each
+    value meets. count: how many values they are. closure: of one of them. share_key: of their cost shares, see
+    `Proof`.
     """
 
     slots: list[Slot]
@@ -38,8 +40,8 @@ class Bundle:
 class Folded:
     """A folded problem.
 
-    problem: a variable per class, a value per bundle. classes: by variable of the whole problem its class; members: by class its
-    variables.
+    problem: a variable per class, a value per bundle. classes: by variable of the whole problem its class; members:
+    by class its variables.
     """
 
     problem: Problem
@@ -72,7 +74,8 @@ def repriced(folded: Folded, problem: Problem) -> Folded:
 
 
 def fold(problem: Problem, classes: Sequence[int]) -> Folded:
-    """Returns the problem in which variables of one number in `classes` are one; they must have the same ports and labels."""
+    """Returns the problem in which variables of one number in `classes` are one; they must have the same ports and
+    labels."""
     numbers: dict[int, int] = {}
     classes = [numbers.setdefault(number, len(numbers)) for number in classes]
     members: list[list[int]] = [[] for _ in numbers]
@@ -87,7 +90,14 @@ def fold(problem: Problem, classes: Sequence[int]) -> Folded:
         slots = [(classes[one.producer], one.places[0]), *((number, place) for number, place, _ in groups)]
         readers = [(number, group[0][1]) for (number, _, _), group in groups.items()]
         bundle = Bundle(slots, [1, *map(len, groups.values())], count, one.closure, share_key(one, classes, groups))
-        pairs.append((Value(slots[0][0], one.out, readers, scaled[id(one.closure), count], tuple(place for _, place in slots)), bundle))
+        pairs.append(
+            (
+                Value(
+                    slots[0][0], one.out, readers, scaled[id(one.closure), count], tuple(place for _, place in slots)
+                ),
+                bundle,
+            )
+        )
     pairs.sort(key=lambda pair: pair[0].producer)
     folded = Problem(class_variables(problem, members), [value for value, _ in pairs])
     return Folded(folded, classes, members, [bundle for _, bundle in pairs])

@@ -1,6 +1,7 @@
 """Solves programs with HiGHS: the cheapest plan on a subset of labels, and the LP relaxation with prices of limits.
 
-HiGHS is set to be the same in every run: one thread, one seed, and limits on its work that count steps instead of seconds.
+HiGHS is set to be the same in every run: one thread, one seed, and limits on its work that count steps instead of
+seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ ROUGH = 0.02  # a gap that is worth four times the ticks, or another program
 
 @dataclass(frozen=True)
 class Answer:
-    """What a program gave: labels, or None; a lower bound of the plans on the subset; whether nothing there is cheaper."""
+    """What a program gave: labels, or None; a lower bound of the plans on the subset; whether nothing there is
+    cheaper."""
 
     labels: list[int] | None
     bound: float
@@ -42,8 +44,8 @@ class Answer:
 class Relaxed:
     """The LP relaxation.
 
-    prices: by limit, seconds that as much again of it would save. fractions: by variable and label, 0 to 1. Seconds are infinite
-    and all fractions 1 if there is no plan or the relaxation was given up.
+    prices: by limit, seconds that as much again of it would save. fractions: by variable and label, 0 to 1. Seconds
+    are infinite and all fractions 1 if there is no plan or the relaxation was given up.
     """
 
     seconds: float
@@ -51,13 +53,11 @@ class Relaxed:
     fractions: list[Array]
 
 
-def cheapest(
-    problem: Problem, subset: Subset, scale: float, gap: float = 0.0, limits: Sequence[Limit] = ()
-) -> Answer:
+def cheapest(problem: Problem, subset: Subset, scale: float, gap: float = 0.0, limits: Sequence[Limit] = ()) -> Answer:
     """Returns the cheapest labels on `subset`, or some within the relative `gap`.
 
-    scale: about what plans cost, in seconds. Limits know nothing of the copies that a boxing makes, so under limits the plan with
-    fewer free boxings wins a tie.
+    scale: about what plans cost, in seconds. Limits know nothing of the copies that a boxing makes, so under limits
+    the plan with fewer free boxings wins a tie.
     """
     program = build(problem, subset, BOXING_COST * scale if limits else 0.0)
     if np.isinf(program.constant):
@@ -100,7 +100,9 @@ def by_branching(program: Program, scale: float, gap: float) -> Answer:
     return Answer(labels, bound, status == highspy.HighsModelStatus.kOptimal and gap == 0)
 
 
-def relax(problem: Problem, subset: Subset, scale: float, limits: Sequence[Limit] = (), dearest: float = np.inf) -> Relaxed:
+def relax(
+    problem: Problem, subset: Subset, scale: float, limits: Sequence[Limit] = (), dearest: float = np.inf
+) -> Relaxed:
     """Returns the LP relaxation on `subset`. dearest: seconds at which as much again as a limit can be bought."""
     program = build(problem, subset)
     rows = add_limits(program, limits)
@@ -119,8 +121,8 @@ def support(subset: Subset, relaxed: Relaxed) -> list[Array]:
 
 
 def solve_lp(program: Program, scale: float) -> tuple[Array | None, float, Array | None]:
-    """Returns an optimal vertex, its seconds and the rows' duals in seconds; (None, inf, None) if infeasible, (None, 0, None) if
-    it takes too many steps. Presolve and interior points take longer than they save here."""
+    """Returns an optimal vertex, its seconds and the rows' duals in seconds; (None, inf, None) if infeasible, (None,
+    0, None) if it takes too many steps. Presolve and interior points take longer than they save here."""
     unit = unit_of(scale)
     model = model_of(program, 0, unit)
     model.setOptionValue("presolve", "off")
@@ -145,7 +147,8 @@ def chosen(point: Array, program: Program) -> list[int]:
 
 
 def stop_by_ticks(model: Quiet, ticks: float) -> None:
-    """Ends the run when HiGHS has asked so many times whether to go on: a measure of work that is the same in every run."""
+    """Ends the run when HiGHS has asked so many times whether to go on: a measure of work that is the same in every
+    run."""
     asked, seen = 0, weakref.proxy(model)
 
     def interrupt(event: Any) -> None:
@@ -178,10 +181,13 @@ def model_of(program: Program, integral: int, unit: float) -> Quiet:
     lp.integrality_ = [whole] * integral + [real] * (program.columns - integral)
     model = Quiet()
     for option, setting in (
-        ("parallel", "off"), ("random_seed", 0),
-        ("mip_abs_gap", 1e-6), ("mip_feasibility_tolerance", 1e-9),
-        ("mip_heuristic_run_rins", False), ("mip_heuristic_run_rens", False),  # a third of the time, mostly for nothing
-    ):  # fmt: skip
+        ("parallel", "off"),
+        ("random_seed", 0),
+        ("mip_abs_gap", 1e-6),
+        ("mip_feasibility_tolerance", 1e-9),
+        ("mip_heuristic_run_rins", False),
+        ("mip_heuristic_run_rens", False),  # a third of the time, mostly for nothing
+    ):
         model.setOptionValue(option, setting)
     model.passModel(lp)
     return model
@@ -190,8 +196,8 @@ def model_of(program: Program, integral: int, unit: float) -> Quiet:
 class Quiet(highspy.Highs):
     """HiGHS without its banner, on one thread, and with Ctrl-C.
 
-    An exception that is raised while HiGHS runs is lost in it. So SIGINT is noted in `stopped`, callbacks that look at it end
-    the run, and the signal is handled after the run.
+    An exception that is raised while HiGHS runs is lost in it. So SIGINT is noted in `stopped`, callbacks that look
+    at it end the run, and the signal is handled after the run.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,9 @@
 """The layout problem: choose one label per variable so that label costs and boxings cost least.
 
-A value is made in one layout by its producer, and each consumer wants it in a layout. A consumer that wants the layout in
-which the value is made takes it as it is. For the others the value is boxed once to an *alias* layout, and from there once
-to every distinct layout that is wanted. These boxings are the value's *star*: equal boxings of a value are paid once.
+A value is made in one layout by its producer, and each consumer wants it in a layout. A consumer that wants the
+layout in which the value is made takes it as it is. For the others the value is boxed once to an *alias* layout, and
+from there once to every distinct layout that is wanted. These boxings are the value's *star*: equal boxings of a
+value are paid once.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ class Variable:
 
 @dataclass(eq=False)
 class Value:
-    """A tensor that variable `producer` makes in layout `out[label]` and each consumer `(variable, wants)` reads in `wants[label]`.
+    """A tensor that variable `producer` makes in layout `out[label]` and each consumer `(variable, wants)` reads in
+    `wants[label]`.
 
     closure [layouts, layouts]: seconds of the cheapest boxing from row to column; 0 on the diagonal, inf where there is
     none. It obeys the triangle inequality, on which the bounds rest.
-    places: the number of the port at the producer, then those at the consumers. No variable has a number twice. Variables of
-    one class have equal ports under equal numbers.
+    places: the number of the port at the producer, then those at the consumers. No variable has a number twice.
+    Variables of one class have equal ports under equal numbers.
     """
 
     producer: int
@@ -107,8 +109,9 @@ class Limit:
 class Proof:
     """Multipliers from which `sbpc.solver.proof.checked_bound` computes a lower bound.
 
-    classes: the class of every variable. multipliers: by class and port, one number per label. shares: by `proof.share_key` of a
-    value with more than two distinct consumers, the cost share of each consumer [layouts, distinct layouts wanted, ascending].
+    classes: the class of every variable. multipliers: by class and port, one number per label. shares: by
+    `proof.share_key` of a value with more than two distinct consumers, the cost share of each consumer [layouts,
+    distinct layouts wanted, ascending].
     """
 
     classes: Sequence[int]
@@ -120,8 +123,8 @@ class Proof:
 class Solution:
     """A plan and a lower bound of all plans.
 
-    seconds: inf if every plan needs an impossible boxing. exact: no plan is cheaper. proof: what gave the bound; None if there was
-    nothing to choose.
+    seconds: inf if every plan needs an impossible boxing. exact: no plan is cheaper. proof: what gave the bound;
+    None if there was nothing to choose.
     """
 
     labels: list[int]
@@ -146,13 +149,17 @@ def gap_of(seconds: float, bound: float) -> float:
 def priced(problem: Problem, limits: Sequence[Limit], prices: Sequence[float]) -> Problem:
     """Returns the problem in which a label also pays for its weights in the limits (their Lagrangian).
 
-    prices: seconds for all of a limit, so that a plan within the limits pays at most their sum. Costs that are equal for the
-    same reasons are one array, as `fold` and the proof need it.
+    prices: seconds for all of a limit, so that a plan within the limits pays at most their sum. Costs that are equal
+    for the same reasons are one array, as `fold` and the proof need it.
     """
     sums: dict[tuple[object, ...], Array] = {}
     variables = []
     for at, variable in enumerate(problem.variables):
-        terms = [(limit.weights[at], price / limit.most) for limit, price in zip(limits, prices) if price and at in limit.weights]
+        terms = [
+            (limit.weights[at], price / limit.most)
+            for limit, price in zip(limits, prices)
+            if price and at in limit.weights
+        ]
         key = (id(variable.costs), *((id(weights), price) for weights, price in terms))
         if key not in sums:
             sums[key] = sum((price * weights for weights, price in terms), variable.costs)
@@ -161,7 +168,8 @@ def priced(problem: Problem, limits: Sequence[Limit], prices: Sequence[float]) -
 
 
 def star(value: Value, labels: Labels) -> tuple[int, tuple[int, ...]]:
-    """Returns the alias layout of `value`, and the layouts to which it is boxed from there, in the order of the consumers.
+    """Returns the alias layout of `value`, and the layouts to which it is boxed from there, in the order of the
+    consumers.
 
     Ties go to the layout in which the value is made, then to the lowest number.
     """
@@ -208,9 +216,13 @@ def validate(problem: Problem) -> None:
     """Asserts that the arrays have the sizes and ranges stated above (the triangle inequality is not tested)."""
     for variable in {id(v.costs): v for v in problem.variables}.values():
         costs = variable.costs
-        assert len(costs) and np.isfinite(costs).all() and costs.min() >= 0, f"{variable.name}: no label, or a cost not finite or < 0"
+        assert len(costs) and np.isfinite(costs).all() and costs.min() >= 0, (
+            f"{variable.name}: no label, or a cost not finite or < 0"
+        )
     for value in {id(v.closure): v for v in problem.values}.values():
-        assert (value.closure >= 0).all() and not value.closure.diagonal().any(), "a closure < 0, or not 0 on the diagonal"
+        assert (value.closure >= 0).all() and not value.closure.diagonal().any(), (
+            "a closure < 0, or not 0 on the diagonal"
+        )
     for value in problem.values:
         same = all(len(layouts) == len(problem.variables[at].costs) for at, layouts in value.ends)
         assert same, f"a value of {problem.variables[value.producer].name}: one layout per label is needed"

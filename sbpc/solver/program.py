@@ -1,18 +1,18 @@
 """The layout problem as a mixed-integer program: its columns and rows. Exact on the true objective, stars included.
 
-Every variable has a column x[label] in {0, 1}. A value with one consumer has a flow from the layouts in which it is made to
-those that are wanted. A value with several consumers has a column z[alias], a flow from made layouts to aliases, one flow
-from aliases to wanted layouts per consumer, and for every (alias, wanted layout) a payment that is at least the flow of each
-consumer: an equal boxing is paid once.
+Every variable has a column x[label] in {0, 1}. A value with one consumer has a flow from the layouts in which it is
+made to those that are wanted. A value with several consumers has a column z[alias], a flow from made layouts to
+aliases, one flow from aliases to wanted layouts per consumer, and for every (alias, wanted layout) a payment that is
+at least the flow of each consumer: an equal boxing is paid once.
 
         made layouts ==flow==> z[alias] ==flow of consumer 1==> wanted layouts 1
                                   |\\====flow of consumer 2==> wanted layouts 2      payment >= each flow
              \\==straight==============flow of consumer 3==> wanted layouts 3      taken as it was made: free
 
-Of more than two consumers each may also take the value as it was made: for every (made layout, alias), some of what flows
-there goes straight on to the consumer, unpaid. This makes the relaxation nearly always integral. If x is integral, an optimal
-vertex has one alias, so only x need be integral. A port with one layout needs no flow: its costs fall on the columns at the
-other end.
+Of more than two consumers each may also take the value as it was made: for every (made layout, alias), some of what
+flows there goes straight on to the consumer, unpaid. This makes the relaxation nearly always integral. If x is
+integral, an optimal vertex has one alias, so only x need be integral. A port with one layout needs no flow: its
+costs fall on the columns at the other end.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from sbpc.solver.subsets import Subset, distinct
 class Program:
     """Columns with costs, rows with lower and upper limits, and the entries of the matrix, all still in pieces.
 
-    x: by variable the columns of its labels in the subset. column_costs: costs added to columns later. constant: seconds that every
-    plan pays. boxing_cost: seconds added to a boxing that costs nothing, so that of equal plans the one with fewer boxings wins.
+    x: by variable the columns of its labels in the subset. column_costs: costs added to columns later. constant:
+    seconds that every plan pays. boxing_cost: seconds added to a boxing that costs nothing, so that of equal plans
+    the one with fewer boxings wins.
     """
 
     problem: Problem
@@ -119,7 +120,8 @@ def add_value(program: Program, value: Value, out: PortColumns, heads: list[Port
 
 
 def detours_of(columns: Array, out: PortColumns, middle: PortColumns) -> Detours:
-    """Returns the detours among the flows from `out` to `middle`; a flow without columns of its own has those of an end."""
+    """Returns the detours among the flows from `out` to `middle`; a flow without columns of its own has those of an
+    end."""
     if min(columns.shape) > 1:
         at, to = np.nonzero((columns >= 0) & (out.layouts[:, None] != middle.layouts))
         return Detours(columns[at, to], out.layouts[at], to)
@@ -133,7 +135,8 @@ def detours_of(columns: Array, out: PortColumns, middle: PortColumns) -> Detours
 def flow(
     program: Program, seconds: Array, tail: PortColumns, head: PortColumns, detours: Detours | None = None
 ) -> Array:
-    """Adds a flow of cost `seconds` [tail, head] between two ports; returns its columns, -1 if impossible or not needed.
+    """Adds a flow of cost `seconds` [tail, head] between two ports; returns its columns, -1 if impossible or not
+    needed.
 
     detours: what flows there may go straight on to `head`, unpaid, if `head` has the layout in which the value is made.
     """
@@ -156,7 +159,8 @@ def flow(
 
 
 def add_straight_flows(program: Program, detours: Detours, head: PortColumns, balances: list[Array]) -> None:
-    """Lets `head` take a value as it was made: per (made layout, alias) at most what flows there. balances: rows of both ends."""
+    """Lets `head` take a value as it was made: per (made layout, alias) at most what flows there. balances: rows of
+    both ends."""
     usable = np.flatnonzero(np.isin(detours.made, head.layouts))
     pairs, which = np.unique(np.stack([detours.made[usable], detours.alias[usable]]), axis=1, return_inverse=True)
     straight = program.add_columns(np.zeros(pairs.shape[1]))

@@ -1,15 +1,15 @@
 """A lower bound recomputed from multipliers, by the definitions of the problem alone: nothing of the search is used.
 
-A multiplier is a number per label for the port where a variable meets a value: the variable pays it, the value receives it.
-Whatever the multipliers are, no plan costs less than the sum of what every variable and every value costs at its cheapest,
-alone. Variables of one class have equal multipliers, so equal terms are computed once.
+A multiplier is a number per label for the port where a variable meets a value: the variable pays it, the value
+receives it. Whatever the multipliers are, no plan costs less than the sum of what every variable and every value
+costs at its cheapest, alone. Variables of one class have equal multipliers, so equal terms are computed once.
 
-A value with several consumers costs at least its cheapest star under *cost shares*: consumer j pays P_j(a, t) for the boxing
-from alias a to layout t, such that no m-1 of the m consumers pay more than its price. That is enough: if not all consumers
-want t, at most m-1 pay for it. If all want t, then the alias t itself is as cheap, by the triangle inequality. A consumer that
-wants the layout in which the value is made takes it as it is and pays nothing, so again at most m-1 pay.
-k consumers of one class at one port count as one that receives k times as much: pick one of them at random, and the star for
-the picked ones costs no more.
+A value with several consumers costs at least its cheapest star under *cost shares*: consumer j pays P_j(a, t) for
+the boxing from alias a to layout t, such that no m-1 of the m consumers pay more than its price. That is enough: if
+not all consumers want t, at most m-1 pay for it. If all want t, then the alias t itself is as cheap, by the triangle
+inequality. A consumer that wants the layout in which the value is made takes it as it is and pays nothing, so again
+at most m-1 pay. k consumers of one class at one port count as one that receives k times as much: pick one of them at
+random, and the star for the picked ones costs no more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from sbpc.solver.problem import Array, Problem, Proof, Value
 
 HUGE = 1e100  # multipliers beyond it are ignored: their sums may overflow
 Key = tuple[Any, ...]
-Groups = dict[tuple[int, int, int], list[tuple[int, Array]]]  # consumers and wanted layouts, by class, port and `id` of these
+# consumers and wanted layouts, by class, port and `id` of these
+Groups = dict[tuple[int, int, int], list[tuple[int, Array]]]
 
 
 def checked_bound(problem: Problem, proof: Proof) -> float:
@@ -73,13 +74,15 @@ def consumers(value: Value, classes: Sequence[int]) -> Groups:
 
 
 def share_key(value: Value, classes: Sequence[int], groups: Groups) -> Key:
-    """Returns the key of a value in `Proof.shares`: class and port of its producer, and those of its consumers, counted."""
+    """Returns the key of a value in `Proof.shares`: class and port of its producer, and those of its consumers,
+    counted."""
     kinds = tuple((number, place, len(group)) for (number, place, _), group in groups.items())
     return (classes[value.producer], value.places[0], kinds)
 
 
 def multiplier(proof: Proof, number: int, place: int, labels: int) -> Array:
-    """Returns the multipliers of a port by label; zeros if there are none, or if some are not finite or absurdly large."""
+    """Returns the multipliers of a port by label; zeros if there are none, or if some are not finite or absurdly
+    large."""
     found = proof.multipliers.get((number, place))
     if found is None or found.shape != (labels,) or not np.abs(found).max(initial=0.0) < HUGE:
         return np.zeros(labels)
@@ -89,7 +92,8 @@ def multiplier(proof: Proof, number: int, place: int, labels: int) -> Array:
 def largest(layouts: Array, multipliers: Array, known: dict[tuple[int, ...], Any]) -> tuple[Array, Array]:
     """Returns the distinct layouts of a port, and the largest multiplier of each. known: what many ports share."""
     if (id(layouts),) not in known:
-        known[id(layouts),] = *np.unique(layouts, return_inverse=True), layouts  # which is kept, so that no other has its id
+        # which is kept, so that no other has its id
+        known[id(layouts),] = *np.unique(layouts, return_inverse=True), layouts
     distinct, at, _ = known[id(layouts),]
     most = np.full(len(distinct), -np.inf)
     np.maximum.at(most, at, multipliers)
@@ -101,7 +105,8 @@ def value_bound(value: Value, groups: Groups, proof: Proof, known: dict[tuple[in
     ends = [(proof.classes[value.producer], value.places[0], 1, value.out)]
     ends += [(number, place, len(group), group[0][1]) for (number, place, _), group in groups.items()]
     (made, received), *taken = [
-        largest(wants, many * multiplier(proof, number, place, len(wants)), known) for number, place, many, wants in ends
+        largest(wants, many * multiplier(proof, number, place, len(wants)), known)
+        for number, place, many, wants in ends
     ]
     if not taken:
         return -float(received.max())

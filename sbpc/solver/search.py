@@ -28,14 +28,18 @@ NEAR_ENOUGH = 3e-4  # the gap to which a restricted program is solved
 class Search:
     """The best plan so far and the best bound.
 
-    classes: variables of one class take one label, so a plan has the same seconds in the folded problem. labels: by class.
-    unfolded_labels: by variable, if a plan in which members of a class differ is better. proved: no plan costs less.
+    classes: variables of one class take one label, so a plan has the same seconds in the folded problem. labels: by
+    class. unfolded_labels: by variable, if a plan in which members of a class differ is better. proved: no plan
+    costs less.
     """
 
     def __init__(self, problem: Problem, classes: Sequence[int]):
         self.problem, self.folded = problem, fold(problem, classes)
         self.surroundings = Surroundings(self.folded.problem)
-        self.labels, self.seconds = [0] * len(self.folded.sizes), total(self.folded.problem, [0] * len(self.folded.sizes))
+        self.labels, self.seconds = (
+            [0] * len(self.folded.sizes),
+            total(self.folded.problem, [0] * len(self.folded.sizes)),
+        )
         self.unfolded_labels: list[int] | None = None
         self.bound, self.proof = 0.0, Proof(self.folded.classes)
         self.proved = False
@@ -71,13 +75,14 @@ class Search:
         return self.seconds if math.isfinite(self.seconds) else big_m(self.folded.problem)
 
     def solve_restricted(self, bounder: Bounder) -> None:
-        """Looks for a better plan among labels of least reduced cost: by the bound of the blocks, and by that of the folded problem,
-        which knows the ends."""
+        """Looks for a better plan among labels of least reduced cost: by the bound of the blocks, and by that of the
+        folded problem, which knows the ends."""
         reduced_costs = [bounder.reduced_costs, *([] if self.folded.trivial else [bounder.folded_reduced_costs()])]
         self.offer(restricted_program(self.folded.problem, self.labels, reduced_costs, self.scale) or self.labels)
 
     def refined(self, bounder: Bounder, partitions: Sequence[Sequence[int]]) -> Bounder:
-        """Looks for a better bound with one partition into classes after the other while the gap is large; returns the last bounder."""
+        """Looks for a better bound with one partition into classes after the other while the gap is large; returns
+        the last bounder."""
         for partition in partitions:
             if self.gap > BOUND_GAP[is_wide(self.problem)]:
                 bounder = Bounder(self.problem, fold(self.problem, partition), self.seconds)
@@ -86,8 +91,8 @@ class Search:
         return bounder
 
     def below_gap(self, bounder: Bounder) -> None:
-        """If only few labels can be in a cheaper plan, solves the program on all of these (reduced-cost fixing). In `bounder` every
-        class must have one member."""
+        """If only few labels can be in a cheaper plan, solves the program on all of these (reduced-cost fixing). In
+        `bounder` every class must have one member."""
         problem, subset = bounder.folded.problem, bounder.below(self.seconds)
         if subset is None:
             self.proved = True  # no plan costs less
@@ -114,26 +119,31 @@ class Search:
 def restricted_program(
     problem: Problem, plan: Labels, reduced_costs: Sequence[Sequence[np.ndarray]], scale: float, each: int = EACH
 ) -> list[int] | None:
-    """Returns the cheapest plan on some labels: `each` a variable by the first reduced costs, OWN by any others, and OWN that
-    cost least around `plan`."""
+    """Returns the cheapest plan on some labels: `each` a variable by the first reduced costs, OWN by any others, and
+    OWN that cost least around `plan`."""
     surroundings = Surroundings(problem)
     others = [*reduced_costs[1:], [surroundings.costs(at, plan) for at in range(len(plan))]]
     first = [[np.argsort(costs, kind="stable")[:OWN] for costs in order] for order in others]
     subset = around(problem, [plan], least_reduced(reduced_costs[0], each), *first)
-    some = around(problem, [plan], support(subset, relax(problem, subset, scale)))  # of these the best plan is mostly made
+    # of these the best plan is mostly made
+    some = around(problem, [plan], support(subset, relax(problem, subset, scale)))
     labels = cheapest(problem, some, scale, NEAR_ENOUGH).labels
     return labels and surroundings.tidy(labels, total(problem, labels))
 
 
 def solve(
-    problem: Problem, starts: Sequence[Labels] = (), classes: Sequence[int] | None = None,
-    finer: Sequence[int] | None = None, exact: bool = True,
-) -> Solution:  # fmt: skip
+    problem: Problem,
+    starts: Sequence[Labels] = (),
+    classes: Sequence[int] | None = None,
+    finer: Sequence[int] | None = None,
+    exact: bool = True,
+) -> Solution:
     """Returns the cheapest plan that was found and a bound of all plans; the same in every run.
 
-    starts: plans to begin from. classes: a number per variable; variables of one number are solved as one. finer: classes in which
-    the ends of runs of equal blocks are on their own, for a better bound. Unless `exact` is false, these are tried, and the plan is
-    known to be the best one if few labels of the unfolded problem lie below the gap.
+    starts: plans to begin from. classes: a number per variable; variables of one number are solved as one. finer:
+    classes in which the ends of runs of equal blocks are on their own, for a better bound. Unless `exact` is false,
+    these are tried, and the plan is known to be the best one if few labels of the unfolded problem lie below the
+    gap.
     """
     validate(problem)
     if not problem.variables:

@@ -12,7 +12,8 @@ from sbpc.solver.problem import Array, Labels, Problem, Value, star
 
 @dataclass(eq=False)
 class Subset:
-    """The labels that each variable may take, and the alias layouts that each value with an alias may take (ascending)."""
+    """The labels that each variable may take, and the alias layouts that each value with an alias may take
+    (ascending)."""
 
     labels: list[Array]
     aliases: list[Array | None]
@@ -24,7 +25,8 @@ class Subset:
 
 
 def distinct(layouts: Array) -> tuple[Array, Array]:
-    """Returns the distinct layouts, ascending, and the place of each layout among them: np.unique in a third of its time."""
+    """Returns the distinct layouts, ascending, and the place of each layout among them: np.unique in a third of its
+    time."""
     seen = np.zeros(int(layouts.max(initial=-1)) + 1, dtype=bool)
     seen[layouts] = True
     return np.flatnonzero(seen), (np.cumsum(seen) - 1)[layouts]
@@ -37,13 +39,15 @@ def everything(problem: Problem) -> Subset:
 
 
 def around(problem: Problem, plans: Sequence[Labels], *labels: Sequence[Array]) -> Subset:
-    """Returns the labels of all `plans` and those in `labels` (each a list by variable), with the aliases that they need."""
+    """Returns the labels of all `plans` and those in `labels` (each a list by variable), with the aliases that they
+    need."""
     union = [np.unique(np.concatenate([*map(np.atleast_1d, each)])) for each in zip(*plans, *labels)]
     return Subset(union, [aliases_for(value, union, plans) for value in problem.values])
 
 
 def aliases_for(value: Value, labels: Sequence[Array], plans: Sequence[Labels]) -> Array | None:
-    """Returns the layouts at the ports of `value` under `labels`, and its aliases in `plans`; None if it has no alias."""
+    """Returns the layouts at the ports of `value` under `labels`, and its aliases in `plans`; None if it has no
+    alias."""
     if not value.has_alias:
         return None
     layouts = [layouts[labels[at]] for at, layouts in value.distinct_ends]
@@ -51,7 +55,8 @@ def aliases_for(value: Value, labels: Sequence[Array], plans: Sequence[Labels]) 
 
 
 def least_reduced(reduced_costs: Sequence[Array], each: int) -> list[Array]:
-    """Returns, by variable, the labels with the least reduced costs: about `each` a variable on average, at most so many of one."""
+    """Returns, by variable, the labels with the least reduced costs: about `each` a variable on average, at most so
+    many of one."""
     every, size = np.concatenate(reduced_costs), each * len(reduced_costs)
     limit = min(np.partition(every, size)[size] if size < len(every) else np.inf, np.finfo(float).max)
     first = [np.argsort(costs, kind="stable")[:each] for costs in reduced_costs]

@@ -1,4 +1,5 @@
-"""The problem around a plan: what each label of one variable costs with all others as they are, and plans with fewer boxings."""
+"""The problem around a plan: what each label of one variable costs with all others as they are, and plans with fewer
+boxings."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ PortLayouts = tuple[Array, Array]  # the distinct layouts at a port, and by labe
 
 @dataclass(eq=False)
 class Use:
-    """A value that a variable produces or consumes, with the layouts at its ports there (several if it reads the value twice)."""
+    """A value that a variable produces or consumes, with the layouts at its ports there (several if it reads the
+    value twice)."""
 
     value: Value
     produced: bool
@@ -23,7 +25,8 @@ class Use:
 
 
 class Surroundings:
-    """The problem seen from each variable: the values that touch it, and the variables whose costs depend on its label."""
+    """The problem seen from each variable: the values that touch it, and the variables whose costs depend on its
+    label."""
 
     def __init__(self, problem: Problem):
         self.problem = problem
@@ -42,18 +45,22 @@ class Surroundings:
                 self.neighbours[at] += [other for other in touched if other != at]
 
     def costs(self, at: int, labels: Labels) -> Array:
-        """Returns, by label of variable `at`, its cost and those of the stars around it, all other labels as they are."""
+        """Returns, by label of variable `at`, its cost and those of the stars around it, all other labels as they
+        are."""
         seconds = self.problem.variables[at].costs.copy()
         for use in self.uses[at]:
             seconds += producer_costs(use, labels) if use.produced else consumer_costs(use, at, labels)
         return seconds
 
     def tidy(self, labels: list[int], seconds: float) -> list[int]:
-        """Returns labels that cost no more, with fewer boxings, or with as many and lower labels. seconds: what they cost."""
+        """Returns labels that cost no more, with fewer boxings, or with as many and lower labels. seconds: what they
+        cost."""
         if not np.isfinite(seconds):
             return labels
         closures = {id(v.closure): v.closure for v in self.problem.values}
-        counted = {key: closure + BOXING * seconds * ~np.eye(len(closure), dtype=bool) for key, closure in closures.items()}
+        counted = {
+            key: closure + BOXING * seconds * ~np.eye(len(closure), dtype=bool) for key, closure in closures.items()
+        }
         values = [replace(value, closure=counted[id(value.closure)]) for value in self.problem.values]
         tilted = Surroundings(Problem(self.problem.variables, values))
 

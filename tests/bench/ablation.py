@@ -109,7 +109,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", help=f"some of {', '.join(CASES)}; all without")
     parser.add_argument("--off", nargs="*", help=f"some of {', '.join(FREE | LIMITED)}; all without")
-    parser.add_argument("--memory", type=float, nargs="*", default=[], help="also under these parts of the plan's bytes")
+    parser.add_argument(
+        "--memory", type=float, nargs="*", default=[], help="also under these parts of the plan's bytes"
+    )
     options = parser.parse_args()
     for case in options.cases or CASES:
         whole = planned(case, None)

@@ -137,7 +137,9 @@ def zero2(net: nn.Module, inputs: Tensor, targets: Tensor, gathered_again: bool 
 
 def tensor(net: nn.Module, inputs: Tensor, targets: Tensor) -> Way:
     """Tensor parallelism over all ranks."""
-    return Way(net, inputs, targets, loss_context=tensor_parallel(net, init_device_mesh("cpu", (dist.get_world_size(),))))
+    return Way(
+        net, inputs, targets, loss_context=tensor_parallel(net, init_device_mesh("cpu", (dist.get_world_size(),)))
+    )
 
 
 def tensor_and_data(net: nn.Module, inputs: Tensor, targets: Tensor) -> Way:
@@ -166,7 +168,10 @@ def hybrid(net: nn.Module, inputs: Tensor, targets: Tensor) -> Way:
 STRATEGIES: dict[str, Callable[[nn.Module, Tensor, Tensor], Way]] = {
     "ddp": ddp, "zero2": zero2, "fsdp": partial(zero2, gathered_again=True), "tp": tensor, "tp x dp": tensor_and_data, "hybrid": hybrid,
 }  # fmt: skip
-OF_NET = {"gpt": ("ddp", "zero2", "fsdp", "tp", "tp x dp", "pipeline"), "vgg": ("ddp", "zero2", "fsdp", "tp", "tp x dp", "hybrid")}
+OF_NET = {
+    "gpt": ("ddp", "zero2", "fsdp", "tp", "tp x dp", "pipeline"),
+    "vgg": ("ddp", "zero2", "fsdp", "tp", "tp x dp", "hybrid"),
+}
 
 
 def strategy(name: str, net: nn.Module, batch: tuple[Tensor, Tensor], microbatches: int = 1) -> Callable[[], float]:
@@ -264,10 +269,13 @@ class DirectReduceScatter(ReduceScatter):
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
         ranks, me = group.size(), group.rank()
         pieces, got = input_tensor.view(ranks, -1), output_tensor.new_empty(ranks, output_tensor.numel())
-        others = [(me - at) % ranks for at in range(1, ranks)]  # receives come first: sends hold up what lies behind them
+        # receives come first: sends hold up what lies behind them
+        others = [(me - at) % ranks for at in range(1, ranks)]
         works = [dist.irecv(got[other], group=group, group_src=other) for other in others]
         works += [dist.isend(pieces[other], group=group, group_dst=other) for other in reversed(others)]
         for work in works:
@@ -291,7 +299,12 @@ def tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> Callable[[], Any]:
     styles: dict[str, Any] = {"tokens": RowwiseParallel(input_layouts=Replicate())}
     styles["head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     for at in range(len(net.blocks)):
-        for name, style in (("qkv", ColwiseParallel), ("out", RowwiseParallel), ("up", ColwiseParallel), ("down", RowwiseParallel)):
+        for name, style in (
+            ("qkv", ColwiseParallel),
+            ("out", RowwiseParallel),
+            ("up", ColwiseParallel),
+            ("down", RowwiseParallel),
+        ):
             styles[f"blocks.{at}.{name}"] = style()
     parallelize_module(net, mesh, styles)
     return loss_parallel

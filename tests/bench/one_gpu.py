@@ -114,7 +114,9 @@ def bench(name: str, cluster: Cluster, ways: list[str], rounds: int) -> None:
         bytes_held = f"{peak(step, owner, args) / 1e9:7.3f} GB"
         print(f"  {way:14} {1e3 * took:8.2f} ms, {bytes_held}, predicted / measured {plan.cost.seconds / took:.3f}")
     held = plan.cost.memory["total"] - plan.cost.memory["optimizer"]
-    print(f"  predicted {1e3 * plan.cost.seconds:8.2f} ms, {held / 1e9:7.3f} GB; with the published figures {1e3 * published.cost.seconds:.2f} ms")
+    print(
+        f"  predicted {1e3 * plan.cost.seconds:8.2f} ms, {held / 1e9:7.3f} GB; with the published figures {1e3 * published.cost.seconds:.2f} ms"
+    )
     if plan.loop is None:
         by_op(plan, sbpc.parallelize(model, plan, device="cuda"), args)
 
@@ -148,7 +150,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         figures = device_figures(torch.device("cuda", 0), 8192, HALF, 5)
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
+        print(
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}: "
+            + ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        )
         cluster = replace(named_cluster("h100"), name="measured", **figures)
         for name in options.cases:
             bench(name, cluster, options.ways, options.rounds)

@@ -72,7 +72,10 @@ def main() -> None:
         model, args = block(WHOLE, SEQ, WIDTH, HEADS)
     whole = sbpc.baseline("megatron", model, args, Mesh(t=RANKS, cluster="h100"))
     limit = whole.cost.memory["total"]
-    print(f"megatron: a batch of {WHOLE} takes {limit / 1e6:,.0f} MB a rank and {whole.cost.seconds * 1e3:.2f} ms", flush=True)
+    print(
+        f"megatron: a batch of {WHOLE} takes {limit / 1e6:,.0f} MB a rank and {whole.cost.seconds * 1e3:.2f} ms",
+        flush=True,
+    )
     for parts in PARTS:
         print(f"in {parts} micro-batches: {largest(limit, parts) / WHOLE:g} x the batch of megatron", flush=True)
 

@@ -83,7 +83,9 @@ def gpt(batch: int, sequence: int) -> models.Model:
 def loop_of(batch: int, sequence: int) -> Step:
     """A step in PARTS micro-batches of the batch."""
     model, args = gpt(PARTS * batch, sequence)
-    return whole_step(sbpc.parallelize(model, sbpc.plan(model, args, sbpc.Mesh(data=1), microbatches=PARTS), device="cpu"), args)
+    return whole_step(
+        sbpc.parallelize(model, sbpc.plan(model, args, sbpc.Mesh(data=1), microbatches=PARTS), device="cpu"), args
+    )
 
 
 def candidates(batch: int, sequence: int, names: list[str]) -> dict[str, Step]:

@@ -66,7 +66,9 @@ def measured(
     local = plan.local
     row["local ms per node"] = (time.process_time() - start) / len(local.graph.nodes) * 1e3
     what = (model, args, Mesh(cluster="h100", **axes))
-    row["limits"] = [limited(share, cost.memory["total"], what, {"kwargs": kwargs, "objective": objective}) for share in limits]
+    row["limits"] = [
+        limited(share, cost.memory["total"], what, {"kwargs": kwargs, "objective": objective}) for share in limits
+    ]
     return row
 
 
@@ -89,7 +91,11 @@ def line(row: dict[str, Any]) -> str:
     more = f" certified {row['certified gap']:.2%} in {row['certify']:.0f} s" if "certify" in row else ""
     limits = "".join(
         f"\n  under {each['share']:.0%} of its bytes: "
-        + (f"{each['outside']:.1f} s  plan {each['seconds']:.5g} s  gap {each['gap']:.3%}" if "gap" in each else each["refused"])
+        + (
+            f"{each['outside']:.1f} s  plan {each['seconds']:.5g} s  gap {each['gap']:.3%}"
+            if "gap" in each
+            else each["refused"]
+        )
         for each in row["limits"]
     )
     return (
@@ -101,7 +107,17 @@ def line(row: dict[str, Any]) -> str:
 
 def run(name: str, certify: float, layers: int, limits: Sequence[float], objective: str) -> dict[str, Any] | None:
     """One case in a process of its own, its line printed; None if it fails."""
-    options = ["--here", "--objective", objective, "--certify", str(certify), "--layers", str(layers), "--memory", *map(str, limits)]
+    options = [
+        "--here",
+        "--objective",
+        objective,
+        "--certify",
+        str(certify),
+        "--layers",
+        str(layers),
+        "--memory",
+        *map(str, limits),
+    ]
     command = [sys.executable, "-m", "tests.bench.planning", name, *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -118,8 +134,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="a file for the rows")
     parser.add_argument("--certify", type=float, default=0.0, help="seconds for tightening each bound")
     parser.add_argument("--layers", type=int, default=0, help="a GPT of so many layers on the mesh of the case")
-    parser.add_argument("--memory", type=float, nargs="*", default=[], help="also plans under these parts of the plan's bytes")
-    parser.add_argument("--objective", default="seconds", help="of sbpc.plan; serial: the layouts alone, no order of collectives")
+    parser.add_argument(
+        "--memory", type=float, nargs="*", default=[], help="also plans under these parts of the plan's bytes"
+    )
+    parser.add_argument(
+        "--objective", default="seconds", help="of sbpc.plan; serial: the layouts alone, no order of collectives"
+    )
     parser.add_argument("--here", action="store_true", help="run one case in this process and print its row as JSON")
     arguments = parser.parse_args()
     if arguments.here:

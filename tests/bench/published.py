@@ -40,7 +40,8 @@ from tests.bench.zoo import tokens
 SEQ, VOCAB = 2048, 51_200
 APART = "MT-NLG"
 OBJECTIVES = {False: "serial", True: "seconds"}  # by whether collectives run beside computing
-Rates = tuple[float, float, float]  # products, memory traffic, links: how many times as long they take as the data sheet says
+# products, memory traffic, links: how many times as long they take as the data sheet says
+Rates = tuple[float, float, float]
 
 
 class Block(nn.Module):
@@ -54,7 +55,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def attention(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        q, k, v = (
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
         return self.out((torch.softmax(q @ k.transpose(-1, -2), -1) @ v).transpose(1, 2).flatten(2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,7 +87,9 @@ def rows_of(tables: dict[str, Any]) -> list[dict[str, Any]]:
         h, layers, batch = row["h"], row["L"], row["gbs"]
         flops = 96 * batch * SEQ * layers * h**2 * (1 + SEQ / (6 * h) + VOCAB / (16 * layers * h))
         chunks = layers // (row["pp"] * row["layers_per_virtual_stage"]) if row["layers_per_virtual_stage"] else 1
-        rows.append({**row, "seconds": flops / (row["tflops_per_gpu"] * 1e12 * row["gpus"]), "form": "full", "chunks": chunks})
+        rows.append(
+            {**row, "seconds": flops / (row["tflops_per_gpu"] * 1e12 * row["gpus"]), "form": "full", "chunks": chunks}
+        )
     for row in tables["korthikanti_table5"]["rows"]:
         row = {**row, "chunks": row["interleave"]}
         rows.append({**row, "seconds": row["full_recompute_s"], "form": "full"})
@@ -92,7 +97,15 @@ def rows_of(tables: dict[str, Any]) -> list[dict[str, Any]]:
     about = tables["mtnlg_530B_iteration"]
     for row in about["rows"]:
         dp = row["gpus"] // (about["tp"] * about["pp"])
-        model = {**about["model"], "model": APART, "tp": about["tp"], "pp": about["pp"], "dp": dp, "gbs": about["gbs"], "mbs": 1}
+        model = {
+            **about["model"],
+            "model": APART,
+            "tp": about["tp"],
+            "pp": about["pp"],
+            "dp": dp,
+            "gbs": about["gbs"],
+            "mbs": 1,
+        }
         rows.append({**model, "gpus": row["gpus"], "seconds": row["iter_s"], "form": "full", "chunks": 1})
     return rows
 
@@ -116,7 +129,9 @@ def measured(row: dict[str, Any], objective: str) -> Measured:
     mesh = inner(mesh_of(row, named_cluster("a100")))
     blocks, plan_at = short_plans(loop, task.stages, task.about, mesh, "pipe", "adamw", baseline)
     times = [block_times({"blocks": row["L"]}, block) for block in blocks]
-    return Measured(plan_at(0), times, [ChunkPrograms(chunk, (), objective == "seconds") for chunk in plan_at(0).chunks])
+    return Measured(
+        plan_at(0), times, [ChunkPrograms(chunk, (), objective == "seconds") for chunk in plan_at(0).chunks]
+    )
 
 
 def mesh_of(row: dict[str, Any], cluster: Cluster) -> Mesh:

@@ -78,7 +78,9 @@ def main() -> None:
         took = time.process_time() - start
         print(f"{row['model']:>6} {row['gpus']:5} GPUs  search {told(best)}", flush=True)
         print(f"{'':13}published {told(theirs)}  {theirs.cost / best.cost:.3f} x  ({took:.0f} CPU s)", flush=True)
-    print(f"the published ranks of tensor and pipe are within {CLOSE - 1:.0%} of the best row in {sum(close)} of {len(close)} models")
+    print(
+        f"the published ranks of tensor and pipe are within {CLOSE - 1:.0%} of the best row in {sum(close)} of {len(close)} models"
+    )
 
 
 if __name__ == "__main__":

@@ -89,7 +89,9 @@ def worker(folder: Path, rounds: int) -> None:
             if turn:
                 seconds[name].append(max(everyone(took)))
     if dist.get_rank() == 0:
-        (folder / "seconds.json").write_text(json.dumps({name: statistics.median(each) for name, each in seconds.items()}))
+        (folder / "seconds.json").write_text(
+            json.dumps({name: statistics.median(each) for name, each in seconds.items()})
+        )
     dist.barrier()
     groups.stop()
 
@@ -103,8 +105,12 @@ def bench(hosts: int, mbit: float, rounds: int) -> None:
         cluster = Cluster.load(folder / "cluster.json")
         plans: dict[str, Any] = {}
         for axes, options in STRATEGIES[hosts]:
-            plans[title(axes, options)] = sbpc.plan(model, args, Mesh(cluster=cluster, **axes), optimizer="momentum", **options)
-        best = sbpc.sweep(model, args, devices=hosts, cluster=cluster, stages=True, microbatches=True, optimizer="momentum")[0]
+            plans[title(axes, options)] = sbpc.plan(
+                model, args, Mesh(cluster=cluster, **axes), optimizer="momentum", **options
+            )
+        best = sbpc.sweep(
+            model, args, devices=hosts, cluster=cluster, stages=True, microbatches=True, optimizer="momentum"
+        )[0]
         plans[CHOICE] = best.plan
         for at, plan in enumerate(plans.values()):
             plan.save(folder / f"{at:02}.sbpc")

@@ -26,11 +26,20 @@ def show(name: str) -> None:
     """Prints the search of a model."""
     make, devices = MODELS[name]
     model, args, _ = make()
-    options = {"devices": devices, "cluster": "h100", "memory": MEMORY, "recompute": "auto", "stages": True, "microbatches": True}
+    options = {
+        "devices": devices,
+        "cluster": "h100",
+        "memory": MEMORY,
+        "recompute": "auto",
+        "stages": True,
+        "microbatches": True,
+    }
     start = time.process_time()
     rows = sbpc.sweep(model, args, **options)
     took = time.process_time() - start
-    print(f"{name} on {devices:,} H100: {took:.0f} CPU s, {len(rows)} rows, no strategy takes less than {rows[0].lower_bound:.2f} s")
+    print(
+        f"{name} on {devices:,} H100: {took:.0f} CPU s, {len(rows)} rows, no strategy takes less than {rows[0].lower_bound:.2f} s"
+    )
     for row in rows[:SHOWN]:
         sizes = " ".join(f"{axis} {size}" for axis, size in zip(row.mesh.axes, row.mesh.sizes))
         parts = f"compute {row.compute_seconds:.2f} exposed {row.exposed_seconds:.2f} bubble {row.bubble_seconds:.2f}"
@@ -40,7 +49,10 @@ def show(name: str) -> None:
     plan = rows[0].plan
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     told = f"{plan.cost.seconds:.2f} s, {plan.cost.memory['total'] / 1e9:.0f} GB a rank"
-    print(f"  plan of the best row: {told}, {time.process_time() - start:.0f} CPU s; the process took {peak:.1f} GB", flush=True)
+    print(
+        f"  plan of the best row: {told}, {time.process_time() - start:.0f} CPU s; the process took {peak:.1f} GB",
+        flush=True,
+    )
 
 
 def main() -> None:

@@ -45,16 +45,22 @@ from tests.bench.plans_to_measure import build, random_plans, ten_plans
 from tests.bench.ranks import everyone, in_turns, sent
 
 HOSTS = 4
-PREDICTED: dict[str, Callable[[Cluster, int], dict[str, Plan]]] = {"collectives": ten_plans, "steps": ten_plans, "draws": random_plans}
+PREDICTED: dict[str, Callable[[Cluster, int], dict[str, Plan]]] = {
+    "collectives": ten_plans,
+    "steps": ten_plans,
+    "draws": random_plans,
+}
 LOOP, PIPELINE, STAGED = "loop", "pipeline", "sbpc, stages"
-VERSUS: dict[str, tuple[str, dict[str, int], list[tuple[str, int]]]] = {  # net, its sizes, strategies with their micro-batches
+# net, its sizes, strategies with their micro-batches
+VERSUS: dict[str, tuple[str, dict[str, int], list[tuple[str, int]]]] = {
     LOOP: ("gpt", {"batch": 64}, [("ddp", 4), ("zero2", 4), ("tp x dp", 4)]),
     "gpt": ("gpt", {}, [("ddp", 1), ("zero2", 1), ("tp x dp", 1), (PIPELINE, 4)]),
     "gpt2": ("gpt", {"batch": 32, "layers": 2}, [("ddp", 1), ("zero2", 1), ("tp x dp", 1)]),
     "vgg": ("vgg", {}, [("ddp", 1), ("zero2", 1), ("hybrid", 1)]),
 }
 PARTS = *PREDICTED, *VERSUS
-STAGES = {LOOP: {"pipe": 2, "d": HOSTS // 2}, "gpt": {"pipe": HOSTS}, "gpt2": {"pipe": 2, "d": HOSTS // 2}}  # in 4 micro-batches
+# in 4 micro-batches
+STAGES = {LOOP: {"pipe": 2, "d": HOSTS // 2}, "gpt": {"pipe": HOSTS}, "gpt2": {"pipe": 2, "d": HOSTS // 2}}
 IN_ORDER, SERIAL = "sbpc, the better one in order", "sbpc, objective=serial"
 
 
@@ -199,7 +205,10 @@ def predictions(part: str, plans: dict[str, Plan], found: dict[str, dict[str, fl
         rows.append(row)
     ranks = [np.argsort(np.argsort([row[key] for row in rows])) for key in ("predicted", "seconds")]
     errors = sorted(abs(row["error"]) for row in rows)
-    print(f"  worst {errors[-1]:.1%}, median {statistics.median(errors):.1%}, Spearman {np.corrcoef(ranks)[0, 1]:.3f}", flush=True)
+    print(
+        f"  worst {errors[-1]:.1%}, median {statistics.median(errors):.1%}, Spearman {np.corrcoef(ranks)[0, 1]:.3f}",
+        flush=True,
+    )
     return rows
 
 
@@ -220,7 +229,9 @@ def plans_of(part: str, cluster: Cluster) -> dict[str, Plan]:
     about = {"loss": by_hand.loss_of, "targets": (targets,), "optimizer": "momentum"}
     meshes = {"one axis": Mesh(t=HOSTS, cluster=cluster), "two axes": Mesh(d=2, t=HOSTS // 2, cluster=cluster)}
     many = 4 if part == LOOP else 1
-    plans: dict[str, Plan] = {f"sbpc, {title}": sbpc.plan(net, (inputs,), mesh, **about, microbatches=many) for title, mesh in meshes.items()}
+    plans: dict[str, Plan] = {
+        f"sbpc, {title}": sbpc.plan(net, (inputs,), mesh, **about, microbatches=many) for title, mesh in meshes.items()
+    }
     if part in STAGES:
         staged = Mesh(**STAGES[part], cluster=cluster)
         plans[STAGED] = sbpc.plan(net, (inputs,), staged, **about, stages="pipe", microbatches=4)
@@ -257,7 +268,10 @@ def versus(part: str, plans: dict[str, Plan], found: dict[str, dict[str, float]]
     best = min(ours, key=lambda title: plans[title].cost.seconds)
     most, cost = hideable(plans[best]), plans[best].cost
     told, real = cost.compute_seconds + cost.comm_seconds - cost.seconds, seconds[IN_ORDER] - seconds[best]
-    print(f"  of {most:.3f} s that can be hidden {told / most:.0%} are in the simulation, {real / most:.0%} as measured", flush=True)
+    print(
+        f"  of {most:.3f} s that can be hidden {told / most:.0%} are in the simulation, {real / most:.0%} as measured",
+        flush=True,
+    )
     return rows
 
 
@@ -266,7 +280,20 @@ def bench(options: argparse.Namespace) -> None:
     with Bed(HOSTS, options.mbit) as bed:
         file = options.folder / "cluster.json"
         if not file.exists():
-            bed.run([sys.executable, "-m", "sbpc", "profile", "--repeats", "15", "--name", f"{options.mbit:g} Mbit/s", "-o", str(file)])
+            bed.run(
+                [
+                    sys.executable,
+                    "-m",
+                    "sbpc",
+                    "profile",
+                    "--repeats",
+                    "15",
+                    "--name",
+                    f"{options.mbit:g} Mbit/s",
+                    "-o",
+                    str(file),
+                ]
+            )
         cluster, console = Cluster.load(file), Console(width=150)
         print_cluster(cluster, console)
         for part in options.only:
@@ -280,10 +307,16 @@ def bench(options: argparse.Namespace) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS, metavar="PART", help=f"some of {', '.join(PARTS)}")
+    parser.add_argument(
+        "--only", nargs="*", choices=PARTS, default=PARTS, metavar="PART", help=f"some of {', '.join(PARTS)}"
+    )
     parser.add_argument("--mbit", type=float, default=200, help="speed of the links")
     parser.add_argument("--rounds", type=int, default=5, help="of each measurement")
-    parser.add_argument("--folder", type=Path, help="where the cluster file, plans and figures are kept; what is there is not made again")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where the cluster file, plans and figures are kept; what is there is not made again",
+    )
     parser.add_argument("--plan", action="store_true", help="make the plans and measure none of them")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,4 +1,5 @@
-"""Define `sbpc convert`: turn a folder of checkpoints, a safetensors file or a saved state_dict into another of these."""
+"""Define `sbpc convert`: turn a folder of checkpoints, a safetensors file or a saved state_dict into another of
+these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Define `sbpc export`: write the programs of all ranks to one file, which runs without planning and without the source."""
+"""Define `sbpc export`: write the programs of all ranks to one file, which runs without planning and without the
+source."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def run(options: argparse.Namespace) -> int:
         planned.export(options.output, plans.get("inference") if planned.options.train else None)
         beside = [] if options.no_weights else write_beside(Path(options.output), target)
     files = [options.output, *map(str, beside)]
-    programs = {name: each.stages if each.loop is not None else len(each.programs[0].local) for name, each in plans.items()}
+    programs = {
+        name: each.stages if each.loop is not None else len(each.programs[0].local) for name, each in plans.items()
+    }
     if options.json:
         print_json({"files": files, "ranks": planned.mesh.ranks, "programs": programs, "verified_edges": edges})
         return 0

@@ -50,7 +50,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class ProbedOp:
-    """An op without a rule in some calls. calls: how many. probes: of calls that differ. seen: the kinds of these calls."""
+    """An op without a rule in some calls. calls: how many. probes: of calls that differ. seen: the kinds of these
+    calls."""
 
     op: OpOverload
     calls: int = 0
@@ -150,7 +151,8 @@ def fits_call(probe: Probe, named: Mapping[str, Any], outputs: Any) -> bool:
 
 # --- the arguments of a call as text ----------------------------------------------------------------------------------
 def parse_arguments(text: str) -> SmallCall:
-    """Returns the call that a text describes. A tensor is a type and sizes, as in 'float64[4, 5]', and holds random numbers.
+    """Returns the call that a text describes. A tensor is a type and sizes, as in 'float64[4, 5]', and holds random
+    numbers.
 
     Raises SbpcError for what is no argument.
     """
@@ -176,7 +178,9 @@ def parse_argument(text: str) -> Any:
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
-        raise SbpcError(f"--args: {text!r} is no argument\n  Write them as in 'float64[4, 5], int64[3], 1, scale=2.0'.") from None
+        raise SbpcError(
+            f"--args: {text!r} is no argument\n  Write them as in 'float64[4, 5], int64[3], 1, scale=2.0'."
+        ) from None
 
 
 def split_arguments(text: str) -> list[str]:
@@ -214,8 +218,14 @@ def table(rows: Sequence[ProbedOp]) -> Table:
 def row_json(row: ProbedOp) -> dict[str, Any]:
     """Returns an op and its probes as JSON values."""
     probes = [
-        {"rule": one.rule, "seen": one.seen, "valid": one.valid, "tried": one.tried, "remarks": one.remarks,
-         "left_out": {short(signature): why for signature, why in one.left_out}}
+        {
+            "rule": one.rule,
+            "seen": one.seen,
+            "valid": one.valid,
+            "tried": one.tried,
+            "remarks": one.remarks,
+            "left_out": {short(signature): why for signature, why in one.left_out},
+        }
         for one in row.probes
-    ]  # fmt: skip
+    ]
     return {"op": name_of(row.op), "calls": row.calls, "found": probes, "errors": row.errors}

@@ -38,17 +38,23 @@ def run(options: argparse.Namespace) -> int:
         raise SbpcError(f"--repeats {options.repeats}\n  Measure once at least.")
     if "RANK" in os.environ:
         if options.ranks is not None:
-            raise SbpcError(f"--ranks {options.ranks} under a launcher\n  Remove it: the launcher has started the ranks.")
+            raise SbpcError(
+                f"--ranks {options.ranks} under a launcher\n  Remove it: the launcher has started the ranks."
+            )
         with as_rank():
             return run_rank(options)
     least = 1 if options.links else 2
     ranks = options.ranks or max(least, torch.cuda.device_count())
     if ranks < least:
-        raise SbpcError(f"--ranks {ranks}\n  Profile 2 ranks at least, or give --links a cluster whose links are known.")
+        raise SbpcError(
+            f"--ranks {ranks}\n  Profile 2 ranks at least, or give --links a cluster whose links are known."
+        )
     if options.links:
         cluster_at(options.links)
     arguments = ["-m", "sbpc", "profile", "--name", options.name, "--repeats", str(options.repeats)]
-    arguments += [text for name in ("output", "links") if getattr(options, name) for text in (f"--{name}", getattr(options, name))]
+    arguments += [
+        text for name in ("output", "links") if getattr(options, name) for text in (f"--{name}", getattr(options, name))
+    ]
     launch(arguments + ["--json"] * options.json + ["--verbose"] * options.verbose, ranks)
     return 0
 
@@ -91,8 +97,9 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
     lines += [
         f"kernels   attention takes {cluster.attention:.3g} x as long as a product of as many flops, a convolution "
         f"{cluster.convolution:.3g} x; to start a collective costs a rank {1e6 * cluster.start:.3g} us",
-        f"together  a rank computes {cluster.sharing:.3g} x as fast while no other one does; beside a collective kernels take "
-        f"{cluster.kernels_beside:.3g} x as long, and it takes {cluster.links_beside:.3g} x as long beside kernels"
+        f"together  a rank computes {cluster.sharing:.3g} x as fast while no other one does; beside a collective "
+        "kernels take "
+        f"{cluster.kernels_beside:.3g} x as long, and it takes {cluster.links_beside:.3g} x as long beside kernels",
     ]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)

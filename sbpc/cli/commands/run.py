@@ -1,7 +1,7 @@
 """`sbpc run`: train a model or run an exported file, as a rank where a launcher has set RANK, else as the launcher.
 
-It repeats the target's arguments at every step: that shows that a plan trains, and is no training script. With an exported
-file, `--inputs FILE.safetensors` holds one batch after another.
+It repeats the target's arguments at every step: that shows that a plan trains, and is no training script. With an
+exported file, `--inputs FILE.safetensors` holds one batch after another.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ HELP = "train a model, or run an exported file: under torchrun as its rank, else
 Batch = tuple[tuple[Any, ...], dict[str, Any]]  # args, kwargs
 OF_FILES = ("infer", "weights", "inputs", "output")
 FLAGS = ("check_nans", "json", "verbose")
-PASSED = ("steps", "lr", "optimizer", "dtype", "executor", "trace", *OF_FILES, "checkpoint", "every", "timeout", *FLAGS)  # on to the ranks
+# on to the ranks
+PASSED = ("steps", "lr", "optimizer", "dtype", "executor", "trace", *OF_FILES, "checkpoint", "every", "timeout", *FLAGS)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +123,9 @@ def check(options: argparse.Namespace) -> None:
     if options.optimizer not in OPTIMIZERS:
         raise SbpcError(f"cannot train with {options.optimizer!r}\n  Known are {', '.join(OPTIMIZERS)}.")
     if options.check_nans and options.executor:
-        raise SbpcError(f"--executor {options.executor} with --check-nans, which has an executor of its own\n  Remove one of them.")
+        raise SbpcError(
+            f"--executor {options.executor} with --check-nans, which has an executor of its own\n  Remove one of them."
+        )
     if options.trace:
         check_file(options.trace)
         check_steps(options.steps)
@@ -222,7 +225,8 @@ def infer(job: Job, options: argparse.Namespace, first: bool) -> dict[str, Any]:
 # --- what a rank runs -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Job:
-    """What a rank runs. module: as this rank runs it. batch: the arguments of a step by its number. batches: how many differ."""
+    """What a rank runs. module: as this rank runs it. batch: the arguments of a step by its number. batches: how
+    many differ."""
 
     module: nn.Module
     plan: Plan | Programs
@@ -247,8 +251,13 @@ def job_of(options: argparse.Namespace) -> Job:
 
 
 def job_of_file(options: argparse.Namespace, executor: str) -> Job:
-    """Returns the job of an exported file. To be compared with its prediction, it runs the programs of the plan that the file holds."""
-    programs = load(options.target) if options.trace else load_exported(options.target, "inference" if options.infer else "train")
+    """Returns the job of an exported file. To be compared with its prediction, it runs the programs of the plan that
+    the file holds."""
+    programs = (
+        load(options.target)
+        if options.trace
+        else load_exported(options.target, "inference" if options.infer else "train")
+    )
     resumed = options.checkpoint and whole_steps(Path(options.checkpoint))
     weights = options.weights or weights_beside(options.target)
     module = module_of(programs, "zeros" if resumed and not Path(weights).exists() else weights, executor)
@@ -264,7 +273,9 @@ def batches_of(programs: Plan | Programs, tensors: dict[str, torch.Tensor]) -> t
     ports = [port for port in programs.ports.inputs if port.kind == INPUT]
     missing = [port.name for port in ports if port.name not in tensors]
     if missing:
-        raise PlanError(f"the inputs lack {', '.join(missing)}\n  Name the tensors of the arguments 0, 1, ... in order.")
+        raise PlanError(
+            f"the inputs lack {', '.join(missing)}\n  Name the tensors of the arguments 0, 1, ... in order."
+        )
     given = {port: tensors[port.name] for port in ports}
     batched = {port: is_batched(port, tensor, programs.shapes[port]) for port, tensor in given.items()}
     counts = [given[port].shape[0] for port in ports if batched[port]]

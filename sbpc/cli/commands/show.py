@@ -32,10 +32,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_planning(parser)
     parser.add_argument("--stage", choices=STAGES, default="boxed", help="which graph (default: boxed)")
     parser.add_argument("--rank", type=int, default=0, help="whose program, for --stage local (default: 0)")
-    parser.add_argument("--python", action="store_true", help="print it as Python that runs, with what each line makes beside it")
+    parser.add_argument(
+        "--python", action="store_true", help="print it as Python that runs, with what each line makes beside it"
+    )
     add_file(parser, "--svg", help="draw it into this file instead of printing it")
     add_file(parser, "--html", help="write one page about the whole plan into this file instead, which loads nothing")
-    add_file(parser, "--trace", help="with --html: draw the step that `sbpc run --trace` measured below the predicted one")
+    add_file(
+        parser, "--trace", help="with --html: draw the step that `sbpc run --trace` measured below the predicted one"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -58,11 +62,19 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         shown = [{"values": [row.as_json() for row in graph_rows(gm, mesh)]} for _, gm, mesh in graphs]
         values = {"chunks": shown} if plan.loop is not None else shown[0]
-        print_json({"stage": options.stage, "axes": list(plan.mesh.axes), **values, "svg": options.svg, "html": options.html})
+        print_json(
+            {"stage": options.stage, "axes": list(plan.mesh.axes), **values, "svg": options.svg, "html": options.html}
+        )
     elif options.svg or options.html:
         print(f"written   {', '.join(file for file in (options.svg, options.html) if file)}")
     else:
-        text = python_text if options.python else titled_text if len(graphs) > 1 else (lambda gm, mesh, _: graph_text(gm, mesh))
+        text = (
+            python_text
+            if options.python
+            else titled_text
+            if len(graphs) > 1
+            else (lambda gm, mesh, _: graph_text(gm, mesh))
+        )
         for title, gm, mesh in graphs:
             print(text(gm, mesh, title), end="")
     return 0
@@ -72,14 +84,21 @@ Titled = tuple[str, GraphModule, Mesh]
 
 
 def graphs_at(plan: Any, options: argparse.Namespace) -> list[Titled]:
-    """Returns the graph of the stage that the options name, with its title and mesh; for a plan with stages one of every chunk."""
+    """Returns the graph of the stage that the options name, with its title and mesh; for a plan with stages one of
+    every chunk."""
     title = title_of(plan, options)
     if not 0 <= options.rank < plan.mesh.ranks:
-        raise PlanError(f"rank {options.rank} of a mesh of {plan.mesh.ranks} ranks\n  Ranks are 0 to {plan.mesh.ranks - 1}.")
+        raise PlanError(
+            f"rank {options.rank} of a mesh of {plan.mesh.ranks} ranks\n  Ranks are 0 to {plan.mesh.ranks - 1}."
+        )
     stage = plan.stage_of(options.rank)
     place = plan.ranks_of(stage).index(options.rank)
     return [
-        (title if plan.loop is None else f"{title}, chunk {at} on stage {owner}", graph_at(plan, at, options.stage, place), plan.inner)
+        (
+            title if plan.loop is None else f"{title}, chunk {at} on stage {owner}",
+            graph_at(plan, at, options.stage, place),
+            plan.inner,
+        )
         for at, owner in enumerate(plan.owners)
         if options.stage != "local" or owner == stage
     ]
@@ -100,7 +119,9 @@ def titled_text(gm: GraphModule, mesh: Mesh, title: str) -> str:
 def draw(graphs: list[Titled], options: argparse.Namespace) -> None:
     """Draws a graph into the file that the options name."""
     if len(graphs) > 1:
-        raise SbpcError(f"--svg draws one graph, and there are {len(graphs)} chunks\n  Write the page of the plan: --html FILE.")
+        raise SbpcError(
+            f"--svg draws one graph, and there are {len(graphs)} chunks\n  Write the page of the plan: --html FILE."
+        )
     svg = graph_svg(graphs[0][1], graphs[0][2], graphs[0][0])
     write(options.svg, lambda file: Path(file).write_text(svg))
 

@@ -33,8 +33,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     stages = "search stages of a pipeline, too: rows are then whole strategies on the axes pipe, data and tensor"
     parser.add_argument("--stages", action="store_true", help=stages)
     parser.add_argument("--microbatches", action="store_true", help="search numbers of micro-batches, too")
-    parser.add_argument("--recompute", choices=RECOMPUTE, default=NONE, help="what the backward computes again (default: none)")
-    parser.add_argument("--seconds", type=float, default=45.0, metavar="S", help="CPU seconds of a search of strategies (default: 45)")
+    parser.add_argument(
+        "--recompute", choices=RECOMPUTE, default=NONE, help="what the backward computes again (default: none)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=45.0, metavar="S", help="CPU seconds of a search of strategies (default: 45)"
+    )
     parser.add_argument("--top", type=positive, default=10, metavar="N", help="how many meshes to print (default: 10)")
     add_planning(parser, mesh=False)
 
@@ -42,16 +46,31 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs `sbpc sweep`."""
     split_target(options.target)
-    names = ("devices", "axes", "objective", "spread", "memory", "optimizer", "stages", "microbatches", "recompute", "seconds")
+    names = (
+        "devices",
+        "axes",
+        "objective",
+        "spread",
+        "memory",
+        "optimizer",
+        "stages",
+        "microbatches",
+        "recompute",
+        "seconds",
+    )
     asked: dict[str, Any] = {name: getattr(options, name) for name in names}
     asked |= {"cluster": cluster_of(options), "train": not options.no_train}
     with quiet(options), Progress(console=Console(stderr=True), transient=True) as bar:
         built = target_of(options, options.target)
         task = bar.add_task("capturing", total=None)
         rows = sweep(
-            built.model, built.args, kwargs=built.kwargs, dtype=built.dtype, **asked,
+            built.model,
+            built.args,
+            kwargs=built.kwargs,
+            dtype=built.dtype,
+            **asked,
             progress=lambda done, total, mesh: bar.update(task, completed=done, total=total, description=str(mesh)),
-        )  # fmt: skip
+        )
     if options.json:
         refused = [refused_json(each) for each in rows[0].refused] if isinstance(rows[0], StrategyRow) else None
         print_json({"rows": [row_json(row) for row in rows]} | ({} if refused is None else {"refused": refused}))
@@ -121,10 +140,25 @@ def table(rows: list[SweepRow]) -> Table:
 def strategies_table(rows: list[StrategyRow]) -> Table:
     """Returns a table of the best strategies."""
     again = any(row.recompute != NONE for row in rows)
-    names = ("mesh", "schedule", "parts", *(["recompute"] if again else []), "seconds", "compute", "exposed", "bubble", "memory")
+    names = (
+        "mesh",
+        "schedule",
+        "parts",
+        *(["recompute"] if again else []),
+        "seconds",
+        "compute",
+        "exposed",
+        "bubble",
+        "memory",
+    )
     made = table_of(names, left=("mesh", "schedule", "recompute"))
     for row in rows:
         figures = [f"{each:.2g}" for each in (row.compute_seconds, row.exposed_seconds, row.bubble_seconds)]
-        asked = ("x".join(map(str, row.mesh.sizes)), row.schedule, str(row.microbatches), *([row.recompute] if again else []))
+        asked = (
+            "x".join(map(str, row.mesh.sizes)),
+            row.schedule,
+            str(row.microbatches),
+            *([row.recompute] if again else []),
+        )
         made.add_row(*asked, f"{row.cost:.3g}", *figures, quantity(row.memory["total"], "B"))
     return made

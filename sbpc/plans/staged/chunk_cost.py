@@ -28,9 +28,9 @@ from sbpc.plans.timeline import COMPUTE, busy_seconds, makespan, timeline
 class ProgramCost:
     """What a program costs.
 
-    seconds: from its start to its end. busy: those in which it computes, longer where collectives run beside. compute, comm: what kernels
-    and collectives take by themselves. flops, flops_one_device: of a rank, and of one device doing it all. again: seconds of computing
-    values again. sent: bytes by axis.
+    seconds: from its start to its end. busy: those in which it computes, longer where collectives run beside.
+    compute, comm: what kernels and collectives take by themselves. flops, flops_one_device: of a rank, and of one
+    device doing it all. again: seconds of computing values again. sent: bytes by axis.
     """
 
     seconds: float = 0.0
@@ -51,18 +51,28 @@ class ProgramCost:
         compute, flops, one_device = compute_totals(kernels, mesh)
         comm, sent = comm_totals(transfers, mesh)
         again_seconds, _, _ = compute_totals(again, mesh)
-        return cls(makespan(events), busy_seconds(events)[COMPUTE], compute, comm, flops, one_device, again_seconds, Counter(sent))
+        return cls(
+            makespan(events),
+            busy_seconds(events)[COMPUTE],
+            compute,
+            comm,
+            flops,
+            one_device,
+            again_seconds,
+            Counter(sent),
+        )
 
 
 @dataclass(frozen=True)
 class ChunkCost:
     """What a chunk costs on the busiest rank.
 
-    homes: bytes by parameter. trained: of trained ones. buffers: of these, and of the seed of random numbers. held: the bytes of a kind
-    that stays while other programs run, see `kept_by`; a program that brings the first gradients home keeps no sums but those that are
-    LEFT. program: by parts of a step, what the program costs that runs these.
-    rise: the most bytes that this has alive besides what is there before, and those of them between its forward and its backward;
-    whether its gradients are the first ones. adds: seconds in which the gradients of a micro-batch are added to others.
+    homes: bytes by parameter. trained: of trained ones. buffers: of these, and of the seed of random numbers. held:
+    the bytes of a kind that stays while other programs run, see `kept_by`; a program that brings the first gradients
+    home keeps no sums but those that are LEFT. program: by parts of a step, what the program costs that runs these.
+    rise: the most bytes that this has alive besides what is there before, and those of them between its forward and
+    its backward; whether its gradients are the first ones. adds: seconds in which the gradients of a micro-batch are
+    added to others.
     """
 
     homes: dict[str, int]
@@ -84,7 +94,9 @@ class ChunkCost:
 
         @functools.cache
         def kept() -> dict[str, int]:
-            return kept_by(programs, lambda life: life.size, lambda node: bytes_at(node.meta["val"], layout_at(node), chunk.mesh))
+            return kept_by(
+                programs, lambda life: life.size, lambda node: bytes_at(node.meta["val"], layout_at(node), chunk.mesh)
+            )
 
         @functools.cache
         def program(which: Parts) -> ProgramCost:
@@ -98,9 +110,14 @@ class ChunkCost:
             return compute_totals(Counter(map(sum_kernel, programs.summed)), chunk.mesh)[0]
 
         return cls(
-            homes, trained, buffers, lambda kind: int(kept()[kind]), lambda which: program(programs.of(which)),
-            lambda which, first: most(which, first and (which == PARTS or bool(programs.makes(which)))), functools.cache(adds),
-        )  # fmt: skip
+            homes,
+            trained,
+            buffers,
+            lambda kind: int(kept()[kind]),
+            lambda which: program(programs.of(which)),
+            lambda which, first: most(which, first and (which == PARTS or bool(programs.makes(which)))),
+            functools.cache(adds),
+        )
 
 
 def costs_of(chunks: Sequence[Chunk], in_loop: Container[Port], programs: Sequence[ChunkPrograms]) -> list[ChunkCost]:
@@ -131,7 +148,8 @@ class Numbers:
 
 
 def likeness(chunk: Chunk, in_loop: Container[Port], numbers: Numbers) -> Hashable:
-    """Returns what is equal for chunks that cost the same: calls in order, with shapes, layouts and what is in the loop, but no names."""
+    """Returns what is equal for chunks that cost the same: calls in order, with shapes, layouts and what is in the
+    loop, but no names."""
     number = {node: at for at, node in enumerate(chunk.bare.graph.nodes)}
     kinds = {node: (port.kind, port in in_loop) for port, node in placeholders(chunk.bare).items()}
     choices, aliases = chunk.assignment.choices, chunk.assignment.aliases
@@ -139,7 +157,9 @@ def likeness(chunk: Chunk, in_loop: Container[Port], numbers: Numbers) -> Hashab
     def about(node: Node) -> Hashable:
         called = node.target if node.op == "call_function" else kinds.get(node)
         read = repr(map_arg((node.args, node.kwargs), lambda used: f"%{number[used]}"))
-        values = tuple((v.dtype, tuple(v.shape), v.stride()) for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor))
+        values = tuple(
+            (v.dtype, tuple(v.shape), v.stride()) for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)
+        )
         producer, index = value_of(node)
         layouts = numbers.of(choices.get(node.name)), numbers.of(aliases.get((producer.name, index)))
         return called, read, values, node.meta.get("phase"), *layouts, is_recomputed(node)
@@ -171,16 +191,21 @@ def together(costs: Sequence[ChunkCost]) -> ChunkCost:
 
     homes = {"": sum(sum(cost.homes.values()) for cost in costs)}
     return ChunkCost(
-        homes, sum(cost.trained for cost in costs), sum(cost.buffers for cost in costs),
-        functools.cache(lambda kind: sum(cost.held(kind) for cost in costs)), program, most, lambda: sum(cost.adds() for cost in costs),
-    )  # fmt: skip
+        homes,
+        sum(cost.trained for cost in costs),
+        sum(cost.buffers for cost in costs),
+        functools.cache(lambda kind: sum(cost.held(kind) for cost in costs)),
+        program,
+        most,
+        lambda: sum(cost.adds() for cost in costs),
+    )
 
 
 def beside(costs: Sequence[ChunkCost], which: Parts, side: str) -> float:
     """Returns the seconds of a program of pieces in which one part, collectives alone, runs beside the others.
 
-    A backward goes from the last piece to the first, and what it sends home is in flight while the next one is computed. A forward
-    with what is gathered for it is the same, seen from its end.
+    A backward goes from the last piece to the first, and what it sends home is in flight while the next one is
+    computed. A forward with what is gathered for it is the same, seen from its end.
     """
     now = sent = 0.0
     for cost in reversed(costs):

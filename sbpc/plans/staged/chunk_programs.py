@@ -1,8 +1,8 @@
-"""A chunk of the model, and its programs. A program runs some parts of a step at once, and has an order of its own, in which collectives
-run beside computing.
+"""A chunk of the model, and its programs. A program runs some parts of a step at once, and has an order of its own,
+in which collectives run beside computing.
 
-A program is a boxed graph. It reads what other programs gave, by name, and the sums of gradients to which it adds its own. Where
-boxings home are among its parts, they read the sums.
+A program is a boxed graph. It reads what other programs gave, by name, and the sums of gradients to which it adds
+its own. Where boxings home are among its parts, they read the sums.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts, calls_in,
 class Program:
     """The boxed graph of some parts of a step, and the names of the values that it reads and gives.
 
-    reads: in the order of its placeholders. sums: of the gradients whose sums so far are its last placeholders. added: those of `sums`
-    to which the program adds a gradient of its own. gives: of its outputs.
+    reads: in the order of its placeholders. sums: of the gradients whose sums so far are its last placeholders.
+    added: those of `sums` to which the program adds a gradient of its own. gives: of its outputs.
     """
 
     gm: GraphModule
@@ -56,12 +56,15 @@ class Program:
 class ChunkPrograms:
     """The programs of a chunk, made on first use.
 
-    in_loop: see `parts_of`. overlaps: whether collectives run beside computing. budget: see `schedule`. parts: by node of the boxed graph.
-    homes: by node in which a gradient ends, the node whose values add up. accumulated, home: by port of a gradient, their names.
-    fixed, own: by port of what all micro-batches read, and of what each has of its own, the name. outputs: by port of an OUTPUT.
+    in_loop: see `parts_of`. overlaps: whether collectives run beside computing. budget: see `schedule`. parts: by
+    node of the boxed graph. homes: by node in which a gradient ends, the node whose values add up. accumulated,
+    home: by port of a gradient, their names. fixed, own: by port of what all micro-batches read, and of what each
+    has of its own, the name. outputs: by port of an OUTPUT.
     """
 
-    def __init__(self, chunk: Chunk, in_loop: Container[Port], overlaps: bool, budget: Callable[[], float | None] = lambda: None) -> None:
+    def __init__(
+        self, chunk: Chunk, in_loop: Container[Port], overlaps: bool, budget: Callable[[], float | None] = lambda: None
+    ) -> None:
         self.chunk, self.in_loop, self.overlaps, self.budget = chunk, in_loop, overlaps, budget
         self.known = dict[tuple[Parts, bool], Program]()
         self.local = dict[tuple[Parts, bool, Any], GraphModule]()
@@ -126,15 +129,18 @@ class ChunkPrograms:
     @functools.cached_property
     def later(self) -> Mapping[str, frozenset[str]]:
         """By part of the backward the names of what it reads of others."""
-        return {part: frozenset(used.name for node in self.calls[part] for used in node.all_input_nodes) for part in (INPUTS, WEIGHTS)}
+        return {
+            part: frozenset(used.name for node in self.calls[part] for used in node.all_input_nodes)
+            for part in (INPUTS, WEIGHTS)
+        }
 
     def makes(self, which: Parts) -> frozenset[str]:
         """Returns the names of the gradients that add up and that some parts make."""
         return frozenset(node.name for node in self.summed if self.parts[node] in which)
 
     def program(self, which: Parts, adding: bool = True) -> Program:
-        """Returns the program of some parts. adding: whether earlier micro-batches have left sums of the gradients that it makes; that
-        of the whole step adds nothing."""
+        """Returns the program of some parts. adding: whether earlier micro-batches have left sums of the gradients
+        that it makes; that of the whole step adds nothing."""
         which = self.of(which)
         adding = adding and which != PARTS
         if (which, adding) not in self.known:
@@ -152,7 +158,8 @@ class ChunkPrograms:
         return self.chunk.rewriter.schedule(boxed, self.chunk.mesh, self.budget()) if self.overlaps else boxed
 
     def local_at(self, which: Parts, adding: bool, rank: int) -> GraphModule:
-        """Returns the program of a rank. Behind the placeholders of `program` come those of its position on each axis."""
+        """Returns the program of a rank. Behind the placeholders of `program` come those of its position on each
+        axis."""
         mesh, key = self.chunk.mesh, (self.of(which), adding and which != PARTS, self.chunk.shape_class(rank))
         if key not in self.local:
             self.local[key] = self.chunk.rewriter.localize(self.program(which, adding).gm, mesh, mesh.coordinates(rank))
@@ -171,15 +178,20 @@ def whole(boxed: GraphModule, gm: GraphModule) -> Program:
 
 
 def extracted(chunk: ChunkPrograms, which: Parts) -> Program:
-    """Returns the program of some parts, in the order of the chunk's graph. It adds its gradients to sums as soon as they are there."""
+    """Returns the program of some parts, in the order of the chunk's graph. It adds its gradients to sums as soon as
+    they are there."""
     gm, parts, body = chunk.boxed, chunk.parts, calls_in(chunk.parts, which)
     inside, summed = set(body), chunk.summed
     made = [node for node in summed if parts[node] in which]
     boxed = {used for node in body if parts[node] == AFTER for used in node.all_input_nodes if used in summed}
-    reads = list(dict.fromkeys(
-        used for node in body for used in node.all_input_nodes
-        if used not in inside and not (parts[node] == AFTER and used in boxed)
-    ))  # fmt: skip
+    reads = list(
+        dict.fromkeys(
+            used
+            for node in body
+            for used in node.all_input_nodes
+            if used not in inside and not (parts[node] == AFTER and used in boxed)
+        )
+    )
     sums = [*made, *(node for node in summed if node in boxed and node not in inside)]
     copies, totals = Copies(), dict[Node, Node]()
     for node in reads:

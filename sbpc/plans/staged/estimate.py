@@ -1,4 +1,5 @@
-"""Estimate a step with stages from the plan of a short model, of which every block is a chunk: blocks are repeated in a row."""
+"""Estimate a step with stages from the plan of a short model, of which every block is a chunk: blocks are repeated
+in a row."""
 
 from __future__ import annotations
 
@@ -48,8 +49,9 @@ class Estimate(Pipeline):
 
 def repeated(
     plan: Plan, times: Sequence[int], mesh: Mesh, axis: str, schedule: str, count: int, bound: float = 0.0
-) -> Estimate:  # fmt: skip
-    """Returns the estimate of a model with as many blocks in a row as `times` says by chunk of a plan with one chunk a stage.
+) -> Estimate:
+    """Returns the estimate of a model with as many blocks in a row as `times` says by chunk of a plan with one chunk
+    a stage.
 
     Chunks are as even as can be. Raises PlanError for fewer blocks than chunks.
     """
@@ -64,10 +66,14 @@ def repeated(
     arrivals: list[list[Arrival]] = [[] for _ in parts]
     for chunk, at in enumerate(row[end - 1] for end in ends[1:-1]):
         border = at - 1 if times[at] > 1 else at  # between two blocks of a list
-        down, up = (sum(
-            size for (source, target, _), size in plan.sent.items() if min(source, target) <= border < max(source, target)
-            and (target > source) == forward
-        ) for forward in (True, False))  # fmt: skip
+        down, up = (
+            sum(
+                size
+                for (source, target, _), size in plan.sent.items()
+                if min(source, target) <= border < max(source, target) and (target > source) == forward
+            )
+            for forward in (True, False)
+        )
         arrivals[chunk + 1].append(Arrival(chunk, False, False, down))
         arrivals[chunk].append(Arrival(chunk + 1, True, True, up))
     return Estimate(mesh, axis, schedule, count, parts, arrivals, bound, plan.options)
@@ -86,7 +92,8 @@ def even_ends(seconds: Sequence[float], chunks: int) -> list[int]:
 
 
 def best_steps(cost: np.ndarray, count: int, join: np.ufunc) -> tuple[float, list[int]]:
-    """Returns the least cost of so many steps from the first to the last end, and the ends between which they go, these two too.
+    """Returns the least cost of so many steps from the first to the last end, and the ends between which they go,
+    these two too.
 
     cost [from, to]: of a step. join: what costs of steps come to, such as their sum.
     """

@@ -17,8 +17,8 @@ from sbpc.graph.ports import Port, Ports
 class Source:
     """Where an input of the body comes from.
 
-    kind: "argument" (tensor leaf `number` of the arguments, cut into parts along `dim`, or whole where that is None), "before" (result
-    `number` of what is computed before the loop), "index" (the number of the micro-batch).
+    kind: "argument" (tensor leaf `number` of the arguments, cut into parts along `dim`, or whole where that is
+    None), "before" (result `number` of what is computed before the loop), "index" (the number of the micro-batch).
     """
 
     kind: str
@@ -30,11 +30,11 @@ class Source:
 class Loop:
     """A step as a loop over `count` micro-batches.
 
-    graph: `body`, None in a plan that was read from a file. before: from the inputs and buffers of the step, whole, to what every
-    micro-batch reads. after: from the joined outputs of the body to the results of the step.
-    inputs: by name of an input of the body where it comes from. joins: by number of an output of the body how the micro-batches'
-    values come together: "sum", "max", "min", "same", or the dim along which they are put. ports, shapes: those of the
-    whole step, see `Plan`.
+    graph: `body`, None in a plan that was read from a file. before: from the inputs and buffers of the step, whole,
+    to what every micro-batch reads. after: from the joined outputs of the body to the results of the step.
+    inputs: by name of an input of the body where it comes from. joins: by number of an output of the body how the
+    micro-batches' values come together: "sum", "max", "min", "same", or the dim along which they are put. ports,
+    shapes: those of the whole step, see `Plan`.
     """
 
     count: int
@@ -48,7 +48,10 @@ class Loop:
 
     @property
     def body(self) -> GraphModule:
-        """The annotated graph that a micro-batch runs; its gradients add up over the micro-batches. Raises PlanError if it was not kept."""
+        """The annotated graph that a micro-batch runs; its gradients add up over the micro-batches. Raises PlanError
+        if it was not kept."""
         if self.graph is None:
-            raise PlanError("a plan that was read from a file holds its chunks alone\n  Plan the model anew with sbpc.plan.")
+            raise PlanError(
+                "a plan that was read from a file holds its chunks alone\n  Plan the model anew with sbpc.plan."
+            )
         return self.graph

@@ -1,5 +1,5 @@
-"""What must hold between the chunks of a step, and in a loop that was read from a file: each function yields what is wrong, and may rely
-on what is checked before it. plan: a `Plan`."""
+"""What must hold between the chunks of a step, and in a loop that was read from a file: each function yields what is
+wrong, and may rely on what is checked before it. plan: a `Plan`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,15 @@ JOINS = ("sum", "max", "min", "same")
 
 
 def mistakes(plan: Any, loop: Loop) -> Iterator[str]:
-    """Yields what is wrong with the loop of a plan. Raises VerifyError if its stages would wait for each other for ever."""
-    yield from chain(wrong_counts(plan, loop), wrong_loop(loop), wrong_chunks(plan, loop), wrong_crossings(plan), wrong_parameters(plan))
+    """Yields what is wrong with the loop of a plan. Raises VerifyError if its stages would wait for each other for
+    ever."""
+    yield from chain(
+        wrong_counts(plan, loop),
+        wrong_loop(loop),
+        wrong_chunks(plan, loop),
+        wrong_crossings(plan),
+        wrong_parameters(plan),
+    )
     in_turn(plan.actions, plan.needs)
 
 
@@ -91,7 +98,9 @@ def wrong_parameters(plan: Any) -> Iterator[str]:
             yield f"{port.kind} {port.name} boxed for every micro-batch"
     for at, chunk in enumerate(plan.chunks):
         for port, value in chunk.shapes.items():
-            if port.kind in set(INPUTS) - {INPUT, TANGENT} and (port not in plan.shapes or alike(plan.shapes[port]) != alike(value)):
+            if port.kind in set(INPUTS) - {INPUT, TANGENT} and (
+                port not in plan.shapes or alike(plan.shapes[port]) != alike(value)
+            ):
                 yield f"chunk {at} has a {port.kind} {port.name} that the step has not"
             if port.kind == PARAMETER and chunk.given[port] != plan.parameters[port.name]:
                 yield f"{port.name} is stored in two layouts"
@@ -123,8 +132,13 @@ def wrong_crossings(plan: Any) -> Iterator[str]:
 
 def leaves(plan: Any, chunk: int, port: Port) -> bool:
     """Returns whether all programs of a chunk that are to leave an output do."""
-    programs, kind = plan.programs[chunk], schedules.INPUTS if port in plan.chunks[chunk].sends_late else schedules.FORWARD
-    running = [programs.program(which, adding) for which in plan.tally(chunk) if kind in which for adding in (False, True)]
+    programs, kind = (
+        plan.programs[chunk],
+        schedules.INPUTS if port in plan.chunks[chunk].sends_late else schedules.FORWARD,
+    )
+    running = [
+        programs.program(which, adding) for which in plan.tally(chunk) if kind in which for adding in (False, True)
+    ]
     return bool(running) and all(programs.outputs.get(port) in program.gives for program in running)
 
 

@@ -1,6 +1,8 @@
-"""Seconds, bytes sent and bytes held of the busiest stage of a loop over micro-batches as formulas, with their number as the symbol `m`.
+"""Seconds, bytes sent and bytes held of the busiest stage of a loop over micro-batches as formulas, with their
+number as the symbol `m`.
 
-The batch is `batch`, unless `dynamic=` of `sbpc.plan` names it: an input of the body that is a part of an argument has a dim batch / m.
+The batch is `batch`, unless `dynamic=` of `sbpc.plan` names it: an input of the body that is a part of an argument
+has a dim batch / m.
 """
 
 from __future__ import annotations
@@ -39,16 +41,20 @@ M, BATCH = "m", "batch"
 def name_parts(gm: GraphModule, loop: Loop, mesh: Mesh, dynamic: Mapping[str, Any]) -> GraphModule | None:
     """Returns a body with symbolic dims; None where a micro-batch or their number is 1.
 
-    dynamic: that of `sbpc.plan` for the whole step. Dims of one element are not told apart, so such a body keeps its numbers.
+    dynamic: that of `sbpc.plan` for the whole step. Dims of one element are not told apart, so such a body keeps its
+    numbers.
     """
     gm = rebuild(gm)  # of which the plan of a micro-batch has formulas of its own
-    cut = {name: source.dim for name, source in loop.inputs.items() if source.kind == "argument" and source.dim is not None}
+    cut = {
+        name: source.dim for name, source in loop.inputs.items() if source.kind == "argument" and source.dim is not None
+    }
     nodes = {port.name: node for port, node in placeholders(gm).items() if port.kind == INPUT and port.name in cut}
     sizes = [node.meta["val"].shape[cut[name]] for name, node in nodes.items()]
     if loop.count == 1 or min(sizes, default=1) == 1:
         return None
     given: dict[str, Any] = {**dynamic, M: loop.count}
-    outside = {M}  # and the dims that are cut: as one factor of a dim the number of heads, say, is not that of micro-batches
+    # and the dims that are cut: as one factor of a dim the number of heads, say, is not that of micro-batches
+    outside = {M}
     for name, node in nodes.items():
         shape, dim = node.meta["val"].shape, cut[name]
         dims = list(dynamic[node.name]) if node.name in dynamic else [None] * len(shape)
@@ -74,9 +80,11 @@ Chunks = Mapping[int, ChunkPrograms]  # of one stage, by number
 
 
 def terms(plan: Pipeline, chunks: Chunks, numbers: Mapping[str, int], largest: Callable[[], Chunks]) -> Terms:
-    """Returns the kernels and transfers of a stage's chunks, with those in the loop m times each, and what makes the formula of memory.
+    """Returns the kernels and transfers of a stage's chunks, with those in the loop m times each, and what makes the
+    formula of memory.
 
-    chunks: those of the busiest stage, with symbolic dims if `numbers` has any. largest: gives those of the one that takes most bytes.
+    chunks: those of the busiest stage, with symbolic dims if `numbers` has any. largest: gives those of the one that
+    takes most bytes.
     """
     m, kernels, transfers = symbol(M), dict[Kernel, Any](), dict[Transfer, Any]()
     for programs in chunks.values():
@@ -87,9 +95,13 @@ def terms(plan: Pipeline, chunks: Chunks, numbers: Mapping[str, int], largest: C
         for node in programs.summed if plan.schedule != STEP else ():
             kernels[sum_kernel(node)] = kernels.get(sum_kernel(node), 0) + m - 1
     mesh = next(iter(chunks.values())).chunk.mesh
-    sending = [(each, times) for each, times in transfers.items() if wire(each.step, each.shape, each.itemsize, mesh.sizes)[0]]
+    sending = [
+        (each, times) for each, times in transfers.items() if wire(each.step, each.shape, each.itemsize, mesh.sizes)[0]
+    ]
     named = numbers if plan.schedule == STEP else {M: plan.count, **numbers}
-    return Terms(mesh, tuple(kernels.items()), tuple(sending), named, lambda sizes: memory_formula(plan, largest(), sizes))
+    return Terms(
+        mesh, tuple(kernels.items()), tuple(sending), named, lambda sizes: memory_formula(plan, largest(), sizes)
+    )
 
 
 def add(known: dict[T, Any], counts: Mapping[T, int], times: Any) -> None:
@@ -99,7 +111,8 @@ def add(known: dict[T, Any], counts: Mapping[T, int], times: Any) -> None:
 
 
 def calls_of(plan: Pipeline, programs: ChunkPrograms, count: T) -> Iterator[tuple[Iterable[Node], T | int]]:
-    """Yields the calls of a chunk with how often each runs in a step. count: of micro-batches, a number or a formula."""
+    """Yields the calls of a chunk with how often each runs in a step. count: of micro-batches, a number or a
+    formula."""
     if plan.schedule == STEP:
         yield programs.program(PARTS).gm.graph.nodes, 1
         return
@@ -108,8 +121,8 @@ def calls_of(plan: Pipeline, programs: ChunkPrograms, count: T) -> Iterator[tupl
 
 
 def memory_formula(plan: Pipeline, chunks: Chunks, sizes: Sequence[sympy.Symbol]) -> sympy.Expr:
-    """Returns the bytes of a stage at its peak as `Pipeline.memory_of` counts them, with as many micro-batches in flight as in this plan;
-    for "gpipe", in which all are, with as many fewer than `m`.
+    """Returns the bytes of a stage at its peak as `Pipeline.memory_of` counts them, with as many micro-batches in
+    flight as in this plan; for "gpipe", in which all are, with as many fewer than `m`.
     """
     of = {at: ChunkMemory(chunk, sizes) for at, chunk in chunks.items()}
     peaks: dict[Any, None] = {}
@@ -130,7 +143,8 @@ def memory_formula(plan: Pipeline, chunks: Chunks, sizes: Sequence[sympy.Symbol]
 
 
 class ChunkMemory:
-    """What a chunk holds on the busiest rank, as formulas in the sizes of axes and the dims of its graph; see `ChunkCost`."""
+    """What a chunk holds on the busiest rank, as formulas in the sizes of axes and the dims of its graph; see
+    `ChunkCost`."""
 
     def __init__(self, chunk: ChunkPrograms, sizes: Sequence[sympy.Symbol]) -> None:
         self.chunk, self.sizes, self.mesh = chunk, sizes, chunk.chunk.mesh
@@ -150,7 +164,8 @@ class ChunkMemory:
         return value.element_size() * local(value, layout_at(node), self.mesh, self.sizes, dims_at(node))
 
     def rises(self, which: Parts, first: bool) -> list[Any]:
-        """Returns what a program has alive at moments of which one is its most, besides what is there before it is given a micro-batch."""
+        """Returns what a program has alive at moments of which one is its most, besides what is there before it is
+        given a micro-batch."""
         gm = self.chunk.program(which, not (first and (which == PARTS or self.chunk.makes(which)))).gm
         life = Life.of(gm, self.mesh)
         size = storage_formulas(life, self.mesh, self.sizes)

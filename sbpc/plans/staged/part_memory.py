@@ -1,4 +1,5 @@
-"""What a chunk holds on the busiest rank: stored, gathered before the micro-batches, kept by one of them, and for a moment."""
+"""What a chunk holds on the busiest rank: stored, gathered before the micro-batches, kept by one of them, and for a
+moment."""
 
 from __future__ import annotations
 
@@ -17,18 +18,23 @@ from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
 
 GATHERED, SAVED, HANDED, HOME, ADDED, LEFT = "gathered", "saved", "handed", "home", "added", "left"  # see `kept_by`
-Place = tuple[str, int]  # of a storage: the part whose program makes it, "" for what a micro-batch is given, and its number there
+# of a storage: the part whose program makes it, "" for what a micro-batch is given, and its number there
+Place = tuple[str, int]
 
 
-def kept_by(chunk: ChunkPrograms, size_of: Callable[[Life], Sequence[Any]], bytes_of: Callable[[Node], Any]) -> dict[str, Any]:
-    """Returns by kind the bytes on the busiest rank of what stays while other programs of a chunk run. A storage is counted once, however
-    many values lie in it.
+def kept_by(
+    chunk: ChunkPrograms, size_of: Callable[[Life], Sequence[Any]], bytes_of: Callable[[Node], Any]
+) -> dict[str, Any]:
+    """Returns by kind the bytes on the busiest rank of what stays while other programs of a chunk run. A storage is
+    counted once, however many values lie in it.
 
-    GATHERED: what is boxed before the micro-batches. SAVED: what a micro-batch keeps between forward and backward. HANDED: what it keeps
-    between the two parts of the backward. HOME: the gradients that were boxed home. ADDED: gradients while they add up. LEFT: those of
-    them that do so in their home. size_of, bytes_of: sizes of the storages of a program, and of a value by itself; numbers or formulas.
+    GATHERED: what is boxed before the micro-batches. SAVED: what a micro-batch keeps between forward and backward.
+    HANDED: what it keeps between the two parts of the backward. HOME: the gradients that were boxed home. ADDED:
+    gradients while they add up. LEFT: those of them that do so in their home. size_of, bytes_of: sizes of the
+    storages of a program, and of a value by itself; numbers or formulas.
     """
-    places: dict[str, Place | None] = dict.fromkeys(chunk.fixed.values())  # by name of a value where it lies; what is stored: None
+    # by name of a value where it lies; what is stored: None
+    places: dict[str, Place | None] = dict.fromkeys(chunk.fixed.values())
     size, given = dict[Place, Any](), placeholders(chunk.boxed)
     late = {name for port, name in chunk.own.items() if port.kind == TANGENT}
     for number, (port, name) in enumerate(chunk.own.items()):
@@ -64,8 +70,8 @@ def kept_by(chunk: ChunkPrograms, size_of: Callable[[Life], Sequence[Any]], byte
 
 
 def rise(chunk: ChunkPrograms, which: Parts, gm: GraphModule) -> tuple[int, int]:
-    """Returns the most bytes that the program of some parts has alive at once besides what is there before it is given a micro-batch, and
-    how many of such that of a whole step has just before its backward begins."""
+    """Returns the most bytes that the program of some parts has alive at once besides what is there before it is
+    given a micro-batch, and how many of such that of a whole step has just before its backward begins."""
     life = chunk.life if which == PARTS else Life.of(gm, chunk.chunk.mesh)
     there, beside = arrivals(chunk, which, gm)
     about = ((chunk.chunk.shapes[port], chunk.chunk.given[port]) for port in beside)
@@ -76,7 +82,8 @@ def rise(chunk: ChunkPrograms, which: Parts, gm: GraphModule) -> tuple[int, int]
 
 
 def arrivals(chunk: ChunkPrograms, which: Parts, gm: GraphModule) -> tuple[set[Node], list[Port]]:
-    """Returns the placeholders of a program of what does not arrive for it, and the ports of what does, to be read later."""
+    """Returns the placeholders of a program of what does not arrive for it, and the ports of what does, to be read
+    later."""
     come, given = chunk.chunk.arriving(which), placeholders(gm)
     return {node for port, node in given.items() if port not in come}, [port for port in come if port not in given]
 

@@ -1,4 +1,5 @@
-"""What a step costs: seconds, bubble, communication and memory of the busiest rank. One program is one stage with one micro-batch."""
+"""What a step costs: seconds, bubble, communication and memory of the busiest rank. One program is one stage with
+one micro-batch."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ from sbpc.plans.staged.part_memory import ADDED, GATHERED, HANDED, HOME, LEFT, S
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, STEP, WEIGHTS, Action, Arrival, actions_of
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
 
-RUNS = {FORWARD: (FORWARD,), BACKWARD: (INPUTS, WEIGHTS), INPUTS: (INPUTS,), WEIGHTS: (WEIGHTS,), STEP: PARTS}  # by kind of action
+# by kind of action
+RUNS = {FORWARD: (FORWARD,), BACKWARD: (INPUTS, WEIGHTS), INPUTS: (INPUTS,), WEIGHTS: (WEIGHTS,), STEP: PARTS}
 
 
 class Moment(NamedTuple):
-    """A program that runs: its parts, its chunk, and whether its gradients are the first ones. flying: by chunk and what is held of a
-    micro-batch, how many of these are in flight. once: what else chunks hold, see `ChunkCost.held`."""
+    """A program that runs: its parts, its chunk, and whether its gradients are the first ones. flying: by chunk and
+    what is held of a micro-batch, how many of these are in flight. once: what else chunks hold, see
+    `ChunkCost.held`."""
 
     which: Parts
     chunk: int
@@ -34,8 +37,8 @@ class Moment(NamedTuple):
 class Pipeline:
     """Stages that work on micro-batches: one stage and one micro-batch where the schedule is STEP.
 
-    mesh: all axes. axis: that of the stages, None where all ranks are one stage. count: micro-batches. parts: by chunk what it costs.
-    arrivals: by chunk what it receives.
+    mesh: all axes. axis: that of the stages, None where all ranks are one stage. count: micro-batches. parts: by
+    chunk what it costs. arrivals: by chunk what it receives.
     """
 
     mesh: Mesh
@@ -64,7 +67,8 @@ class Pipeline:
 
     @functools.cached_property
     def sent(self) -> dict[tuple[int, int, bool], int]:
-        """The bytes that cross to another stage, by the chunk that sends them, the one that reads them, and whether in the backward."""
+        """The bytes that cross to another stage, by the chunk that sends them, the one that reads them, and whether
+        in the backward."""
         found = Counter[tuple[int, int, bool]]()
         for target, arrivals in enumerate(self.arrivals):
             for source, late, _, size in arrivals:
@@ -76,7 +80,11 @@ class Pipeline:
         """Returns the actions that one can begin only after."""
         kind, at, batch = action
         arrivals = self.arrivals[at] if kind != WEIGHTS else ()
-        found = [self.acting(late, source, batch) for source, late, read_late, _ in arrivals if read_late == (kind != FORWARD)]
+        found = [
+            self.acting(late, source, batch)
+            for source, late, read_late, _ in arrivals
+            if read_late == (kind != FORWARD)
+        ]
         if kind not in (FORWARD, STEP):
             found.append(action.of_kind(INPUTS if kind == WEIGHTS else FORWARD))
         return list(dict.fromkeys(found))
@@ -104,8 +112,8 @@ class Pipeline:
     def actions(self) -> list[list[Action]]:
         """By stage what it does, in order.
 
-        Where collectives run beside computing, the last backward of a chunk is in two parts if another stage reads the first one: that is
-        sent before the gradients of parameters are.
+        Where collectives run beside computing, the last backward of a chunk is in two parts if another stage reads
+        the first one: that is sent before the gradients of parameters are.
         """
         order = actions_of(self.schedule, self.stages, self.simulated)
         if not self.overlaps:
@@ -114,7 +122,11 @@ class Pipeline:
         sent_late = {source for source, _, late in self.sent if late}
         parted = {action for chunk, action in last.items() if chunk in sent_late}
         return [
-            [each for action in mine for each in ([action.of_kind(k) for k in (INPUTS, WEIGHTS)] if action in parted else [action])]
+            [
+                each
+                for action in mine
+                for each in ([action.of_kind(k) for k in (INPUTS, WEIGHTS)] if action in parted else [action])
+            ]
             for mine in order
         ]
 
@@ -126,12 +138,18 @@ class Pipeline:
     def acting(self, late: bool, chunk: int, micro_batch: int) -> Action:
         """Returns the action that sends or reads what crosses, in the forward or `late`."""
         inputs = Action(INPUTS, chunk, micro_batch)
-        return Action(FORWARD, chunk, micro_batch) if not late else inputs if inputs in self.everything else inputs.of_kind(BACKWARD)
+        return (
+            Action(FORWARD, chunk, micro_batch)
+            if not late
+            else inputs
+            if inputs in self.everything
+            else inputs.of_kind(BACKWARD)
+        )
 
     @functools.cached_property
     def merged(self) -> dict[Action, Parts]:
-        """The actions that run also what is done once, beside their own computing: parameters are gathered while the first micro-batch
-        is on its way forward, and gradients are sent home while the last one is on its way back.
+        """The actions that run also what is done once, beside their own computing: parameters are gathered while the
+        first micro-batch is on its way forward, and gradients are sent home while the last one is on its way back.
 
         A stage that waits for its first micro-batch has time to gather before.
         """
@@ -154,20 +172,26 @@ class Pipeline:
         inside = {(part, action.chunk) for action, which in self.merged.items() for part in which}
         if self.schedule == STEP:
             return {}
-        return {(part, at): None for part in (BEFORE, AFTER) for at in range(len(self.parts)) if (part, at) not in inside}
+        return {
+            (part, at): None for part in (BEFORE, AFTER) for at in range(len(self.parts)) if (part, at) not in inside
+        }
 
     def order(self, stage: int) -> list[tuple[Parts, Action]]:
-        """Returns what a stage runs, in order: the parts of each program, and the action. What is done once and with no action has the
-        name of its part for the kind of one."""
+        """Returns what a stage runs, in order: the parts of each program, and the action. What is done once and with
+        no action has the name of its part for the kind of one."""
         mine = self.chunks_on(stage)
-        early, late = ([((part,), Action(part, at, 0)) for at in mine if (part, at) in self.apart] for part in (BEFORE, AFTER))
+        early, late = (
+            [((part,), Action(part, at, 0)) for at in mine if (part, at) in self.apart] for part in (BEFORE, AFTER)
+        )
         return [*early, *((self.runs(action), action) for action in self.actions[stage]), *late]
 
     def tally(self, chunk: int) -> Counter[Parts]:
         """Returns how often each program of a chunk runs in a step."""
         found = Counter(self.runs(action) for mine in self.actions for action in mine if action.chunk == chunk)
         found.update((part,) for part, at in self.apart if at == chunk)
-        steady = [RUNS[kind] for kind in ((FORWARD, INPUTS, WEIGHTS) if self.schedule == "zbv" else (FORWARD, BACKWARD))]
+        steady = [
+            RUNS[kind] for kind in ((FORWARD, INPUTS, WEIGHTS) if self.schedule == "zbv" else (FORWARD, BACKWARD))
+        ]
         return found + Counter(dict.fromkeys(steady, self.count - self.simulated))
 
     @property
@@ -184,7 +208,9 @@ class Pipeline:
             starts = [max(starts)] * self.stages
         if self.alone == 1.0:
             return schedules.spans(self.actions, self.needs, self.seconds_of, self.sending, starts)
-        return schedules.shared_spans(self.actions, self.needs, self.work_of, self.sending, starts, self.alone, self.mesh.cluster.taken)
+        return schedules.shared_spans(
+            self.actions, self.needs, self.work_of, self.sending, starts, self.alone, self.mesh.cluster.taken
+        )
 
     def seconds_of(self, action: Action) -> float:
         """Returns how long an action takes."""
@@ -193,8 +219,8 @@ class Pipeline:
     def work_of(self, action: Action) -> tuple[float, float]:
         """Returns the seconds of computing in an action, and those of waiting for its own collectives.
 
-        The device also takes its part of what comes from other stages, starts each message at both of its ends, and adds gradients to
-        those of earlier micro-batches.
+        The device also takes its part of what comes from other stages, starts each message at both of its ends, and
+        adds gradients to those of earlier micro-batches.
         """
         chunk, cluster = self.parts[action.chunk], self.mesh.cluster
         program = chunk.program(self.runs(action))
@@ -206,9 +232,16 @@ class Pipeline:
 
     @functools.cached_property
     def messages(self) -> Counter[Action]:
-        """By action how many others on other stages it sends to and receives from; none where to start a message costs nothing."""
+        """By action how many others on other stages it sends to and receives from; none where to start a message
+        costs nothing."""
         actions = self.everything if self.mesh.cluster.start else ()
-        return Counter(end for action in actions for need in self.needs(action) if self.sending(need, action) for end in (need, action))
+        return Counter(
+            end
+            for action in actions
+            for need in self.needs(action)
+            if self.sending(need, action)
+            for end in (need, action)
+        )
 
     def single(self, stage: int, part: str) -> float:
         """Returns the seconds that a stage needs once, before or behind all its actions."""
@@ -240,18 +273,34 @@ class Pipeline:
         compute = min(compute, seconds)  # a stage that shares cores is faster while others wait
         serial_bound = min(self.serial_bound or self.lower_bound, compute + communicate)
         cost = Cost(
-            compute, communicate, flops, self.flops_one_device, self.bytes_sent, self.memory, self.lower_bound, self.options.objective,
-            seconds if self.overlaps or self.schedule != STEP else None, serial_bound, again, bubble, self.terms_of(most),
-        )  # fmt: skip
+            compute,
+            communicate,
+            flops,
+            self.flops_one_device,
+            self.bytes_sent,
+            self.memory,
+            self.lower_bound,
+            self.options.objective,
+            seconds if self.overlaps or self.schedule != STEP else None,
+            serial_bound,
+            again,
+            bubble,
+            self.terms_of(most),
+        )
         return replace(cost, lower_bound=min(self.lower_bound, cost.paid))
 
     @property
     def flops_one_device(self) -> float:
         """Flops of the model on one device."""
-        return sum(self.parts[at].program(each).flops_one_device * n for at in range(len(self.parts)) for each, n in self.tally(at).items())
+        return sum(
+            self.parts[at].program(each).flops_one_device * n
+            for at in range(len(self.parts))
+            for each, n in self.tally(at).items()
+        )
 
     def terms_of(self, stage: int) -> Callable[[], Terms] | None:
-        """Returns what makes the terms of the formulas of a stage's cost; None where nothing is known of its kernels."""
+        """Returns what makes the terms of the formulas of a stage's cost; None where nothing is known of its
+        kernels."""
         return None
 
     @property
@@ -273,7 +322,11 @@ class Pipeline:
         mine = self.chunks_on(stage)
         added = self.count > 1 and which in ("seconds", "compute")
         adds = sum(self.parts[at].adds() for at in mine) * (self.count - 1) if added else 0.0
-        return adds + sum(getattr(self.parts[at].program(each), which) * times for at in mine for each, times in self.tally(at).items())
+        return adds + sum(
+            getattr(self.parts[at].program(each), which) * times
+            for at in mine
+            for each, times in self.tally(at).items()
+        )
 
     @functools.cached_property
     def bytes_sent(self) -> dict[str, float]:
@@ -289,14 +342,17 @@ class Pipeline:
             for which, times in self.tally(at).items():
                 sent += Counter({axis: size * times for axis, size in self.parts[at].program(which).sent.items()})
         if self.axis is not None:
-            sent[self.axis] += self.count * sum(size for (source, *_), size in self.sent.items() if self.owners[source] == stage)
+            sent[self.axis] += self.count * sum(
+                size for (source, *_), size in self.sent.items() if self.owners[source] == stage
+            )
         return sent
 
     def memory_of(self, stage: int) -> dict[str, int]:
         """Returns the bytes that a rank of a stage takes, by kind; "total" is the peak of the step.
 
-        Activations are those of the micro-batches in flight, and what one program has alive between its forward and its backward.
-        Gradients are there from a chunk's first backward on. Temporaries are what the peak has beyond all these.
+        Activations are those of the micro-batches in flight, and what one program has alive between its forward and
+        its backward. Gradients are there from a chunk's first backward on. Temporaries are what the peak has beyond
+        all these.
         """
         mine = [self.parts[at] for at in self.chunks_on(stage)]
         summed = self.schedule != STEP
@@ -310,19 +366,23 @@ class Pipeline:
         peak = buffers + (0 if summed else kinds["gradients"])  # these while the optimizer steps
         for moment in self.moments(stage):
             alive, once, more, saved = self.held_at(moment)
-            peak, kinds["activations"] = max(peak, buffers + alive + once + more), max(kinds["activations"], buffers + alive + saved)
+            peak, kinds["activations"] = (
+                max(peak, buffers + alive + once + more),
+                max(kinds["activations"], buffers + alive + saved),
+            )
         total = kinds["parameters"] + kinds["optimizer"] + peak
         return kinds | {"temporaries": max(0, total - sum(kinds.values())), "total": total}
 
     def held_at(self, moment: Moment) -> tuple[int, int, int, int]:
-        """Returns the bytes of the micro-batches in flight, those of what else a stage holds, and what the program adds at its most and
-        between its forward and its backward."""
+        """Returns the bytes of the micro-batches in flight, those of what else a stage holds, and what the program
+        adds at its most and between its forward and its backward."""
         alive = sum(times * self.parts[at].held(kind) for (at, kind), times in moment.flying.items())
         once = sum(self.parts[at].held(kind) for at, kind in moment.once)
         return alive, once, *(self.parts[moment.chunk].rise(moment.which, moment.first) if moment.which else (0, 0))
 
     def moments(self, stage: int) -> Iterator[Moment]:
-        """Yields what a stage runs, in order, and what it holds when that begins; last that nothing runs, unless all was one program."""
+        """Yields what a stage runs, in order, and what it holds when that begins; last that nothing runs, unless all
+        was one program."""
         flying, once, begun = Counter[tuple[int, str]](), list[tuple[int, str]](), set[int]()
         for which, (_, at, _) in self.order(stage):
             yield Moment(which, at, at not in begun, flying, once)

@@ -1,6 +1,7 @@
 """The order in which the stages of a pipeline work on micro-batches, and how long that takes.
 
-A schedule gives every rank of the axis of stages a list of actions. One list serves the prediction, the simulation and the run.
+A schedule gives every rank of the axis of stages a list of actions. One list serves the prediction, the simulation
+and the run.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import NamedTuple
 from sbpc._compat import torch_zbv_order
 from sbpc.errors import PlanError, SbpcError, VerifyError
 
-FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"  # I and W: the backward of what a stage received, then that of its weights
+# I and W: the backward of what a stage received, then that of its weights
+FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
 STEP = "S"  # the action, and the schedule, of a step that is one program: of one chunk and one micro-batch
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2}  # how many chunks of the model each stage has, where that is not said
+# how many chunks of the model each stage has, where that is not said
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2}
 INTERLEAVED = "interleaved"  # may say how many: "interleaved:3"
 MOST_CHUNKS = 1024
 
@@ -32,7 +35,8 @@ def chunks_in(schedule: str) -> int:
         raise SbpcError(f"no schedule {schedule!r} is known\n  Known are {', '.join(map(repr, SCHEDULES))}.")
     if colon and not (given.isdecimal() and given.isascii() and 2 <= int(given) <= MOST_CHUNKS):
         raise SbpcError(
-            f"the schedule is {schedule!r}\n  Behind the colon stands how many chunks of the model each stage has, as in 'interleaved:3': "
+            f"the schedule is {schedule!r}\n  Behind the colon stands how many chunks of the model each stage has, as "
+            "in 'interleaved:3': "
             f"2 to {MOST_CHUNKS}. One is '1f1b'."
         )
     return int(given) if colon else SCHEDULES[name]
@@ -54,8 +58,9 @@ class Action(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A value that a chunk receives. source: the chunk that sends it. late, read_late: whether it is sent and read in the backward.
-    size: its bytes on the busiest rank; None where the stage has it already, as an earlier reader is on it."""
+    """A value that a chunk receives. source: the chunk that sends it. late, read_late: whether it is sent and read
+    in the backward. size: its bytes on the busiest rank; None where the stage has it already, as an earlier reader
+    is on it."""
 
     source: int
     late: bool
@@ -89,20 +94,24 @@ def actions_of(schedule: str, stages: int, count: int) -> list[list[Action]]:
         try:
             order = torch_zbv_order(stages, count, owners(schedule, stages))
         except ValueError as error:
-            raise PlanError(f"{schedule} with {stages} stages and {count} micro-batches: {error}\n  Give another number.") from error
+            raise PlanError(
+                f"{schedule} with {stages} stages and {count} micro-batches: {error}\n  Give another number."
+            ) from error
         return [[Action(*each) for each in order[rank]] for rank in range(stages)]
     chunks = chunks_in(schedule)
     if chunks > 1:
         return [interleaved(rank, stages, chunks, count) for rank in range(stages)]
-    return [by_turns([rank], count, count, count if schedule == "gpipe" else stages - rank - 1) for rank in range(stages)]
+    return [
+        by_turns([rank], count, count, count if schedule == "gpipe" else stages - rank - 1) for rank in range(stages)
+    ]
 
 
 def interleaved(rank: int, stages: int, chunks: int, count: int) -> list[Action]:
-    """Returns the actions of a rank with several chunks (Narayanan et al., arXiv 2104.04473, section 2.2): a round of micro-batches goes
-    through the first chunk, then through the next one.
+    """Returns the actions of a rank with several chunks (Narayanan et al., arXiv 2104.04473, section 2.2): a round
+    of micro-batches goes through the first chunk, then through the next one.
 
-    A round has as many micro-batches as there are stages, or a few more if `count` is no multiple. Raises PlanError if no such
-    number divides `count`.
+    A round has as many micro-batches as there are stages, or a few more if `count` is no multiple. Raises PlanError
+    if no such number divides `count`.
     """
     length = count // max(1, count // stages)
     if count % length:
@@ -113,7 +122,8 @@ def interleaved(rank: int, stages: int, chunks: int, count: int) -> list[Action]
 
 
 def by_turns(chunks: Sequence[int], count: int, length: int, ahead: int) -> list[Action]:
-    """Returns `ahead` forwards of a rank, then forwards and backwards by turns. length: micro-batches of a round through the chunks."""
+    """Returns `ahead` forwards of a rank, then forwards and backwards by turns. length: micro-batches of a round
+    through the chunks."""
     rounds = [range(first, first + length) for first in range(0, count, length)]
     forwards = [Action(FORWARD, chunk, batch) for each in rounds for chunk in chunks for batch in each]
     backwards = [Action(BACKWARD, chunk, batch) for each in rounds for chunk in reversed(chunks) for batch in each]
@@ -150,10 +160,14 @@ def in_turn(actions: Sequence[Sequence[Action]], needs: Needs) -> list[tuple[int
 
 
 def spans(
-    actions: Sequence[Sequence[Action]], needs: Needs, seconds: Callable[[Action], float], sending: Callable[[Action, Action], float],
+    actions: Sequence[Sequence[Action]],
+    needs: Needs,
+    seconds: Callable[[Action], float],
+    sending: Callable[[Action, Action], float],
     starts: Sequence[float],
-) -> dict[Action, tuple[float, float]]:  # fmt: skip
-    """Returns when every action starts and ends. sending: seconds from one action to one that needs it. starts: of each rank."""
+) -> dict[Action, tuple[float, float]]:
+    """Returns when every action starts and ends. sending: seconds from one action to one that needs it. starts: of
+    each rank."""
     found: dict[Action, tuple[float, float]] = {}
     needs = functools.cache(needs)
     free = list(starts)
@@ -165,18 +179,24 @@ def spans(
 
 
 def shared_spans(
-    actions: Sequence[Sequence[Action]], needs: Needs, work: Callable[[Action], tuple[float, float]],
-    sending: Callable[[Action, Action], float], starts: Sequence[float], sharing: float, load: float,
-) -> dict[Action, tuple[float, float]]:  # fmt: skip
+    actions: Sequence[Sequence[Action]],
+    needs: Needs,
+    work: Callable[[Action], tuple[float, float]],
+    sending: Callable[[Action, Action], float],
+    starts: Sequence[float],
+    sharing: float,
+    load: float,
+) -> dict[Action, tuple[float, float]]:
     """Returns `spans` of stages that share cores.
 
-    work: of an action the seconds of computing, where all stages compute, and those that it only waits for its own collectives.
-    sharing: how many times as fast a stage computes while no other one does. load: of the cores that a rank takes while it computes,
-    the part that it takes while its collectives run.
+    work: of an action the seconds of computing, where all stages compute, and those that it only waits for its own
+    collectives. sharing: how many times as fast a stage computes while no other one does. load: of the cores that a
+    rank takes while it computes, the part that it takes while its collectives run.
     """
     in_turn(actions, needs)  # raises if stages would wait for ever
     needs, work = functools.cache(needs), functools.cache(work)
-    began, ends, running = dict[Action, float](), dict[Action, float](), dict[int, tuple[Action, float]]()  # with the part left
+    # with the part left
+    began, ends, running = dict[Action, float](), dict[Action, float](), dict[int, tuple[Action, float]]()
     at, now = [0] * len(actions), 0.0
     while True:
         later = []  # when what waits may start

@@ -29,7 +29,8 @@ from sbpc.graph.ports import (
 from sbpc.mesh.states import B, P, Partial
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
 
-BEFORE, AFTER, FREE = "before", "after", "free"  # FREE: the same for all micro-batches, and computed wherever it is read
+# FREE: the same for all micro-batches, and computed wherever it is read
+BEFORE, AFTER, FREE = "before", "after", "free"
 PARTS = (BEFORE, FORWARD, INPUTS, WEIGHTS, AFTER)
 Parts = tuple[str, ...]  # those that one program runs
 
@@ -37,18 +38,21 @@ Parts = tuple[str, ...]  # those that one program runs
 def parts_of(gm: GraphModule, in_loop: Container[Port] | None = ()) -> dict[Node, str]:
     """Returns the part of every node but the output: BEFORE, FORWARD, INPUTS, WEIGHTS, AFTER or FREE.
 
-    BEFORE: what depends on parameters and buffers alone, their boxings among it. FORWARD. INPUTS: the backward of what the stage
-    received. WEIGHTS: the rest of the backward. AFTER: the boxings of gradients on their way home; gradients add up before these.
-    in_loop: parameters that are boxed wherever a micro-batch reads them, forward and backward, and gradients that are boxed in every
-    micro-batch and then add up. None for a step that is no loop: as nothing in it is done once for several, nothing is BEFORE or FREE.
+    BEFORE: what depends on parameters and buffers alone, their boxings among it. FORWARD. INPUTS: the backward of
+    what the stage received. WEIGHTS: the rest of the backward. AFTER: the boxings of gradients on their way home;
+    gradients add up before these. in_loop: parameters that are boxed wherever a micro-batch reads them, forward and
+    backward, and gradients that are boxed in every micro-batch and then add up. None for a step that is no loop: as
+    nothing in it is done once for several, nothing is BEFORE or FREE.
     """
     parts: dict[Node, str] = {}
     whole = in_loop is None
     ports = {node: port for port, node in placeholders(gm).items()}
     late: set[Node] = set()
-    loose = {node for node, port in ports.items() if in_loop is not None and port in in_loop}  # and what is made of them alone
+    # and what is made of them alone
+    loose = {node for node, port in ports.items() if in_loop is not None and port in in_loop}
     ends = set(results(gm))
-    # Where parts of the batch go all the way one after the other, the forward of the next reads boxings of the backward of one.
+    # Where parts of the batch go all the way one after the other, the forward of the next reads boxings of the backward
+    # of one.
     early = ancestors(node for _, node in outputs(gm, OUTPUT, MUTATION)) if whole else ()
     for node in gm.graph.nodes:
         if node.op == "output":
@@ -68,7 +72,9 @@ def parts_of(gm: GraphModule, in_loop: Container[Port] | None = ()) -> dict[Node
             parts[node] = FORWARD
         follows = value_of(node)[0] is not node or "awaits" in node.meta  # it is where what it reads is
         marked = is_late(node) and not follows and node not in early
-        if kind == TANGENT or (parts[node] == FORWARD and (marked or any(used in late for used in node.all_input_nodes))):
+        if kind == TANGENT or (
+            parts[node] == FORWARD and (marked or any(used in late for used in node.all_input_nodes))
+        ):
             late.add(node)
     needed = ancestors(node for _, node in outputs(gm, OUTPUT, INPUT_GRADIENT) if node in late)
     for node in gm.graph.nodes:
@@ -85,9 +91,12 @@ def parts_of(gm: GraphModule, in_loop: Container[Port] | None = ()) -> dict[Node
 
 
 def calls_in(parts: Mapping[Node, str], which: Container[str]) -> list[Node]:
-    """Returns the calls that some parts run together, in order: those that are FREE right in front of the first that reads them."""
+    """Returns the calls that some parts run together, in order: those that are FREE right in front of the first that
+    reads them."""
     calls = [node for node in parts if node.op != "placeholder"]
-    return just_in_time((node for node in calls if parts[node] in which), {node for node in calls if parts[node] == FREE})
+    return just_in_time(
+        (node for node in calls if parts[node] in which), {node for node in calls if parts[node] == FREE}
+    )
 
 
 def boxings_home(gm: GraphModule, parts: Mapping[Node, str], in_loop: Container[Port]) -> set[Node]:
@@ -105,7 +114,8 @@ def boxings_home(gm: GraphModule, parts: Mapping[Node, str], in_loop: Container[
 
 
 def ways_home(gm: GraphModule) -> set[Node]:
-    """Returns the last calls before the gradients, from the first collective on, that nothing else reads and that are linear.
+    """Returns the last calls before the gradients, from the first collective on, that nothing else reads and that
+    are linear.
 
     Linear means L(a) + L(b) = L(a + b). So the sum over several steps may be taken before them.
     """
@@ -125,11 +135,14 @@ def ways_home(gm: GraphModule) -> set[Node]:
 
 def constants(gm: GraphModule) -> set[Node]:
     """Returns the nodes whose values are the same in every step."""
-    return made_of(gm, [node for node in gm.graph.nodes if node.op in ("call_function", "get_attr") and not node.all_input_nodes])
+    return made_of(
+        gm, [node for node in gm.graph.nodes if node.op in ("call_function", "get_attr") and not node.all_input_nodes]
+    )
 
 
 def is_linear(node: Node, fixed: Container[Node]) -> bool:
-    """Returns whether a call is jointly linear in all that it reads but what is fixed: it takes partial sums of these to partial sums."""
+    """Returns whether a call is jointly linear in all that it reads but what is fixed: it takes partial sums of
+    these to partial sums."""
     if is_boxing(node):
         step = node.meta["step"] if "step" in node.meta else node.meta["awaits"]
         return node not in fixed and all(state == P for state in step.before.states if isinstance(state, Partial))

@@ -14,8 +14,13 @@ SEND, BUBBLE = "send", "bubble"  # the kinds of what a stage sends, and of its w
 
 
 def stage_lanes(plan: Any) -> list[Event]:
-    """Returns a step by stage: on one lane what its chunks do, on others beside it the collectives inside it and what it sends."""
-    return [event for stage in range(plan.stages) for event in (*actions_of(plan, stage), *links_of(plan, stage), *sends_of(plan, stage))]
+    """Returns a step by stage: on one lane what its chunks do, on others beside it the collectives inside it and
+    what it sends."""
+    return [
+        event
+        for stage in range(plan.stages)
+        for event in (*actions_of(plan, stage), *links_of(plan, stage), *sends_of(plan, stage))
+    ]
 
 
 def actions_of(plan: Any, stage: int) -> Iterator[Event]:
@@ -56,13 +61,17 @@ def sends_of(plan: Any, stage: int) -> Iterator[Event]:
             if plan.owners[need.chunk] == stage and took:
                 start = min(plan.spans[need][1], begins - took)
                 lane, to = f"stage {stage}, sends", f"chunk {need.chunk} to chunk {action.chunk}"
-                yield Event(lane, start, start + took, f"{need} to {action}", SEND, to, phase_of(action), plan.axis or "")
+                yield Event(
+                    lane, start, start + took, f"{need} to {action}", SEND, to, phase_of(action), plan.axis or ""
+                )
 
 
 def stage_events(plan: Any, stage: int) -> list[Event]:
-    """Returns the kernels and collectives of a rank of a stage on their streams, as `Plan.timeline` does, and between them its bubble.
+    """Returns the kernels and collectives of a rank of a stage on their streams, as `Plan.timeline` does, and
+    between them its bubble.
 
-    Their names begin with that of the action. What an action does besides, such as taking in what other stages send, is spread over them.
+    Their names begin with that of the action. What an action does besides, such as taking in what other stages send,
+    is spread over them.
     """
     known = dict[tuple[int, Parts], list[Event]]()
     found, now = list[Event](), 0.0

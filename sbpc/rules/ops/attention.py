@@ -1,7 +1,8 @@
 """Attention and softmax: no rank can normalise over a shard; the dim of a softmax is split through a function.
 
-A causal mask speaks of places in the whole sequence: on a rank that has a part of the queries, or in the backward of the keys, it is
-written out from where that part begins. The pairs that it hides are among the flops: with a written mask they are computed.
+A causal mask speaks of places in the whole sequence: on a rank that has a part of the queries, or in the backward of
+the keys, it is written out from where that part begins. The pairs that it hides are among the flops: with a written
+mask they are computed.
 
 Each of g key heads serves r query heads. The ops of CUDA run on no CPU: their rules are proved on formulas in their
 place, which give what the kernels are documented to give.
@@ -41,7 +42,8 @@ def _place(given: Arguments) -> str:
 
 
 def written_mask(name: str) -> Kernel:
-    """Runs the op where queries or keys are split with its causal mask written out as argument `name`: -inf where a key comes later."""
+    """Runs the op where queries or keys are split with its causal mask written out as argument `name`: -inf where a
+    key comes later."""
 
     def local(shard: Shard) -> Any:
         if not shard.offsets:
@@ -91,7 +93,9 @@ def backward(mask: str, lse: str, more: str = "") -> Write:
             results.append(str(dims) if wanted else "_")
             linear += ",3" if wanted else ""
             summed += [name for name in ("b", "g") if wanted and name not in str(dims)]
-        fixed = " ".join(name for name in _fixed(given, mask, lse).split() if name != "t" or (given["is_causal"] and not mask))
+        fixed = " ".join(
+            name for name in _fixed(given, mask, lse).split() if name != "t" or (given["is_causal"] and not mask)
+        )
         summed += [name for name in ("s", "t") if name not in fixed.split()]
         seeds = " p o" if more else ""
         sign = f"{', '.join(operands)}{more} -> {', '.join(results)}"

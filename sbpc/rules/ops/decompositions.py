@@ -184,9 +184,17 @@ def group_norm(
 
 
 def group_norm_backward(
-    grad: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, n: int, c: int, size: int, groups: int,
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    inverse: Tensor,
+    weight: Tensor | None,
+    n: int,
+    c: int,
+    size: int,
+    groups: int,
     *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     each, dims = grouped(x, groups)
     mean, inverse = (value.view([n, groups] + [1] * len(dims)) for value in (mean, inverse))
     unit = (each - mean) * inverse
@@ -210,9 +218,15 @@ def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *more: Any
 
 
 def batch_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor | None, running_mean: Any, running_var: Any, mean: Tensor, inverse: Tensor,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Any,
+    running_var: Any,
+    mean: Tensor,
+    inverse: Tensor,
     *_: Any,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """The sums over all ranks are the gradients of weight and bias, and tell the means that the gradient of x takes."""
     dims = [0, *range(2, x.dim())]
     mean, inverse = by_channel(x, mean), by_channel(x, inverse)  # type: ignore[assignment]
@@ -223,8 +237,26 @@ def batch_norm_backward(
 
 
 for function in (
-    all_of, any_of, batch_norm, batch_norm_backward, deviation, group_norm, group_norm_backward, layer_norm,
-    layer_norm_backward, log_softmax, log_softmax_backward, logsumexp, rms_norm, rms_norm_backward, safe_softmax,
-    softmax, softmax_backward, variance, vector_norm, weight_norm, weight_norm_backward,
-):  # fmt: skip
+    all_of,
+    any_of,
+    batch_norm,
+    batch_norm_backward,
+    deviation,
+    group_norm,
+    group_norm_backward,
+    layer_norm,
+    layer_norm_backward,
+    log_softmax,
+    log_softmax_backward,
+    logsumexp,
+    rms_norm,
+    rms_norm_backward,
+    safe_softmax,
+    softmax,
+    softmax_backward,
+    variance,
+    vector_norm,
+    weight_norm,
+    weight_norm_backward,
+):
     decomposition(function)

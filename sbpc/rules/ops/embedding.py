@@ -10,7 +10,8 @@ from sbpc.rules.registry import rule
 
 
 class Lookup(NamedTuple):
-    """Global indices on the rank that holds a part: counted from its start, clamped into it, whether they lie outside."""
+    """Global indices on the rank that holds a part: counted from its start, clamped into it, whether they lie
+    outside."""
 
     shifted: Any
     nearest: Any
@@ -18,7 +19,8 @@ class Lookup(NamedTuple):
 
 
 def addressed(factor: str, index: str, kernel: Callable[[Shard, Lookup], Any]) -> Kernel:
-    """The kernel of an op whose argument `index` addresses `factor`: `kernel` where that is split and not empty here."""
+    """The kernel of an op whose argument `index` addresses `factor`: `kernel` where that is split and not empty
+    here."""
 
     def local(shard: Shard) -> Any:
         if factor not in shard.offsets:
@@ -33,7 +35,8 @@ def addressed(factor: str, index: str, kernel: Callable[[Shard, Lookup], Any]) -
 
 
 def without(shard: Shard, lookup: Lookup, index: Any, skipped: int, mark: int) -> Any:
-    """The shifted indices, with `mark` for those of other ranks and those that are `skipped` (a number below 0: none)."""
+    """The shifted indices, with `mark` for those of other ranks and those that are `skipped` (a number below 0:
+    none)."""
     gone = lookup.outside
     if skipped >= 0:
         gone = shard.aten("logical_or", gone, shard.aten("eq.Scalar", index, skipped))

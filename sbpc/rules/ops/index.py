@@ -16,7 +16,8 @@ from sbpc.rules.registry import rule
 def addressing(sign: str, row: bool = False) -> Write:
     """The rule of an op that reads or writes a tensor X along `dim` where an index of dims I says.
 
-    Equal dims are shared, dim `dim` is v and i, unequal ones are fixed. row: an index of one dim, and I those of what it selects.
+    Equal dims are shared, dim `dim` is v and i, unequal ones are fixed. row: an index of one dim, and I those of
+    what it selects.
     """
 
     def write(given: Arguments, outputs: Any) -> str | None:
@@ -108,7 +109,12 @@ rule("cummax cummin cumprod glu logcumsumexp", scan(), flops=WRITTEN)
 rule("kthvalue median.dim mode sort sort.stable topk", scan())
 rule("bucketize.Tensor", "*a, b -> *a ; +b", flops="1 *a")  # each counts the boundaries below it
 rule("cumsum", scan("lin(0)"), flops=WRITTEN)
-rule("gather", addressing("X, _, I -> I ; +v ; idx v @ 2 ; lin(0)"), local=addressed("v", "index", gather_local), flops=FREE)
+rule(
+    "gather",
+    addressing("X, _, I -> I ; +v ; idx v @ 2 ; lin(0)"),
+    local=addressed("v", "index", gather_local),
+    flops=FREE,
+)
 rule("glu_backward", along("x, y -> y"), flops=WRITTEN)
 rule("histc", "*a -> y ; +a ; fix y ; when(min < max)", flops="1 *a")
 rule("index_add", addressing("X, _, i, I -> X ; +i ; add(0) ; fix v ; lin(0,3)", row=True), flops=WRITTEN)

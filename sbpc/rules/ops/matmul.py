@@ -32,7 +32,8 @@ def einsum(given: Arguments, outputs: Any) -> str | None:
 
 
 def einsum_local(shard: Shard) -> Any:
-    """A product of two operands as one mm or bmm: dims in order and flattened, which copies nothing that is contiguous."""
+    """A product of two operands as one mm or bmm: dims in order and flattened, which copies nothing that is
+    contiguous."""
     args, call, local = shard.args, shard.aten, shard.local
     terms, out = args[0].replace(" ", "").split("->")[0].split(","), args[0].replace(" ", "").split("->")[1]
     alone = [letter for term in terms for letter in term if letter not in out and sum(letter in t for t in terms) == 1]

@@ -61,7 +61,8 @@ class Factors:
     fixed: list[str] = field(default_factory=list)
 
     def add(self, block: tuple[list[int], list[int]]) -> None:
-        """Name the factors of one block; where the borders of both sides interleave, only a common leading one is free."""
+        """Name the factors of one block; where the borders of both sides interleave, only a common leading one is
+        free."""
         edges = [_borders(shape, dims) for shape, dims in zip(self.shapes, block)]
         cuts = sorted({*edges[0], *edges[1]}, reverse=True)
         if 0 in cuts:
@@ -154,7 +155,8 @@ def cutting(dims: str, *, sizes: bool = False) -> Write:
 
 def cat(given: Arguments, outputs: Any) -> str | None:
     marks = [f"x{number}_" for number in range(len(given["tensors"]))]
-    if any(tensor.dim() != outputs.dim() for tensor in given["tensors"]):  # an old exception: cat skips empty 1-d tensors
+    # an old exception: cat skips empty 1-d tensors
+    if any(tensor.dim() != outputs.dim() for tensor in given["tensors"]):
         return None
     return moved(f"{', '.join(marks)} -> y", outputs.dim(), [given["dim"] % outputs.dim()], "lin(all)")
 
@@ -197,7 +199,8 @@ def roll(given: Arguments, outputs: Any) -> Text:
 
 
 for op in overloads(
-    "diagonal expand permute select.int slice.Tensor split.Tensor split_with_sizes t transpose.int unbind.int unfold unsqueeze"
+    "diagonal expand permute select.int slice.Tensor split.Tensor split_with_sizes t transpose.int unbind.int unfold "
+    "unsqueeze"
 ):
     rule(op, functools.partial(strided, op), view=True)
 for op in overloads("squeeze squeeze.dim squeeze.dims"):

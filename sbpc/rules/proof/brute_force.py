@@ -46,7 +46,8 @@ class Pattern(NamedTuple):
 class SearchResult:
     """The valid signatures of a call, each with the integer that is cut for it.
 
-    tried, left: how many patterns were tried, and how many were left out. lost: why each worker that crashed or hung ended.
+    tried, left: how many patterns were tried, and how many were left out. lost: why each worker that crashed or hung
+    ended.
     """
 
     signatures: dict[Signature, Size | None]
@@ -89,7 +90,8 @@ def search(
 def confirm(
     one: Case, found: Mapping[Signature, Size | None], ranks: Numbers, seconds: float = 20.0
 ) -> dict[Signature, dict[int, bool]]:
-    """By signature and number of ranks: whether it holds there. A number that leaves a rank an empty shard is not tried."""
+    """By signature and number of ranks: whether it holds there. A number that leaves a rank an empty shard is not
+    tried."""
 
     def holds_on(item: tuple[Signature, int]) -> bool:
         signature, number = item
@@ -270,4 +272,6 @@ def follows(signature: Signature, other: Signature) -> bool:
 
 def is_free(before: State, after: State) -> bool:
     """Whether boxing sends nothing: a slice, a keep or a pad."""
-    return isinstance(after, (Split, Partial)) if before == B else isinstance(before, Split) and isinstance(after, Partial)
+    return (
+        isinstance(after, (Split, Partial)) if before == B else isinstance(before, Split) and isinstance(after, Partial)
+    )

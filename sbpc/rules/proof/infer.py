@@ -40,9 +40,11 @@ class CutDim(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a call. outputs: tensors of the shapes of its outputs. valid: signatures, each with the integer cut for it.
+    """What is known of a call. outputs: tensors of the shapes of its outputs. valid: signatures, each with the
+    integer cut for it.
 
-    broken: signatures that fail on some number of ranks, each with whether such a number divides all dims that it splits.
+    broken: signatures that fail on some number of ranks, each with whether such a number divides all dims that it
+    splits.
     """
 
     one: Case
@@ -64,9 +66,9 @@ class Inferred:
 def infer(known: Evidence, share: bool = True, follow: bool = True, unread: bool = True) -> Inferred:
     """The rule string that derives as many of the valid signatures as one string can.
 
-    share: fixed dims of inputs and outputs that have one size are one factor. follow: integers that are the size of a
-    fixed dim are that size, and not values that must stay. unread: operands may be partial where no output is, as if the
-    op did not read them. Raises RuleError for an argument that no clause can name.
+    share: fixed dims of inputs and outputs that have one size are one factor. follow: integers that are the size of
+    a fixed dim are that size, and not values that must stay. unread: operands may be partial where no output is, as
+    if the op did not read them. Raises RuleError for an argument that no clause can name.
     """
     draft = Draft(known, (), (), share, follow)
     best = left_over(known.valid, [])

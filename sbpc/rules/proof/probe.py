@@ -46,16 +46,17 @@ REDUCTIONS = P, Partial("max"), Partial("min")
 CUT = (7, 10, 11, 8, 13, 14, 17, 19, 20, 22)  # other sizes of split factors, uneven on 3 ranks or 4
 LED = 12  # another size of factors that lead a group
 WAYS = ((True, True, True), (True, False, True), (False, True, True), (False, False, True), (True, False, False))
-"""Settings that are tried in turn until a proof holds: `share` and `follow` of `infer`, and whether to try other sizes too."""
+"""Settings that are tried in turn until a proof holds: `share` and `follow` of `infer`, and whether to try other
+sizes too."""
 
 
 @dataclass(frozen=True)
 class Probe:
     """What a probe of an op has found. `print` shows it as the lines of a file of rules.
 
-    rule: the rule string, None if nothing but whole operands is valid or no string holds. seen: the calls that it was run
-    on. valid, tried: how many signatures hold, of how many patterns of splits. left_out: signatures that hold and do not
-    follow from the rule, each with the reason. remarks: what was not covered.
+    rule: the rule string, None if nothing but whole operands is valid or no string holds. seen: the calls that it
+    was run on. valid, tried: how many signatures hold, of how many patterns of splits. left_out: signatures that
+    hold and do not follow from the rule, each with the reason. remarks: what was not covered.
     """
 
     op: OpOverload
@@ -79,8 +80,8 @@ class Probe:
     def save(self, path: str | Path) -> bool:
         """Adds this to a file of rules, its rule with a '?' before it; returns whether it was not there before.
 
-        The rule is in force when a person has reviewed it, that is removed the '?', and `sbpc.load_rules` has read the file. Raises
-        RuleError if the file is no file of rules, and for an op that has a rule already.
+        The rule is in force when a person has reviewed it, that is removed the '?', and `sbpc.load_rules` has read
+        the file. Raises RuleError if the file is no file of rules, and for an op that has a rule already.
         """
         known = row(self.op)
         if known is not None and not known.source.startswith("reviewed"):
@@ -90,22 +91,24 @@ class Probe:
 
 
 def probe(op: Any, /, *args: Any, **kwargs: Any) -> Probe:
-    """Runs `op` ("mylib::myop", or the op itself) on shards of these arguments, and returns the rule that follows from what is right.
+    """Runs `op` ("mylib::myop", or the op itself) on shards of these arguments, and returns the rule that follows
+    from what is right.
 
-    All runs are in forked workers, so an op that crashes ends in an error. The rule has passed the proofs of `sbpc.rule` on the
-    sizes that are printed above it; which valid signatures it leaves out, and what was not tried, stands there too. Arguments that
-    are no sizes must have the values that were probed. Small distinct sizes do best. Integers keep their values; floating-point
-    tensors are tried with whole numbers first, with their own values where the op does not take those.
+    All runs are in forked workers, so an op that crashes ends in an error. The rule has passed the proofs of
+    `sbpc.rule` on the sizes that are printed above it; which valid signatures it leaves out, and what was not tried,
+    stands there too. Arguments that are no sizes must have the values that were probed. Small distinct sizes do
+    best. Integers keep their values; floating-point tensors are tried with whole numbers first, with their own
+    values where the op does not take those.
 
-    `probe(...).save("rules.txt")` writes it down, for a person to review; `sbpc probe train.py:model -o rules.txt` does so for every op
-    of a model that has no rule.
+    `probe(...).save("rules.txt")` writes it down, for a person to review; `sbpc probe train.py:model -o rules.txt`
+    does so for every op of a model that has no rule.
 
     >>> import torch, sbpc
     >>> print(sbpc.probe("aten::mm", torch.randn(4, 6), torch.randn(6, 5)).rule)
     a b, b c -> a c ; +b ; lin(0) ; lin(1)
 
-    Raises RuleError for an op that there is not, that fails, crashes or hangs on the arguments, that writes into them or
-    gives other values when it is run again.
+    Raises RuleError for an op that there is not, that fails, crashes or hangs on the arguments, that writes into
+    them or gives other values when it is run again.
     """
     overload = resolve(op)
     given, named = case_arguments(overload, [*args, dict(kwargs)])
@@ -165,8 +168,8 @@ def first_that_runs(
 
 
 class Look(NamedTuple):
-    """What a call gives: shape and dtype of each output, None for one that is no tensor; whether all are finite; how close they
-    can be."""
+    """What a call gives: shape and dtype of each output, None for one that is no tensor; whether all are finite; how
+    close they can be."""
 
     outputs: list[tuple[Shape, torch.dtype] | None]
     finite: bool
@@ -184,7 +187,8 @@ def called(one: Case) -> str:
 
 
 def look(one: Case) -> Any:
-    """In a worker: the Look of a call, what the op says where it fails, a RuleError if it is no function of its arguments."""
+    """In a worker: the Look of a call, what the op says where it fails, a RuleError if it is no function of its
+    arguments."""
     try:
         outputs = flat_outputs(one.run())
     except Exception as error:  # whatever the op raises
@@ -200,7 +204,8 @@ def look(one: Case) -> Any:
 
 
 def whole_numbers() -> Callable[[Any], Any]:
-    """What makes copies of arguments: floating-point tensors of whole numbers in float64, distinct (up to 99), none zero."""
+    """What makes copies of arguments: floating-point tensors of whole numbers in float64, distinct (up to 99), none
+    zero."""
     generator = torch.Generator().manual_seed(3)
 
     def drawn(value: Any) -> Any:
@@ -225,7 +230,8 @@ def sizes_in(one: Case) -> Iterator[Size]:
 # --- the rule ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Outcome:
-    """What became of inference. cases: the calls that the rule was proved on. refused: whether the proof accepted no rule."""
+    """What became of inference. cases: the calls that the rule was proved on. refused: whether the proof accepted no
+    rule."""
 
     rule: str | None
     cases: tuple[Case, ...]
@@ -337,7 +343,8 @@ def new_sizes(made: Inferred, fixed: bool) -> dict[str, int]:
 
 
 def resized(one: Case, made: Inferred, sizes: Mapping[str, int], real: bool) -> Case:
-    """The call at other sizes of its factors. real: its floating-point tensors hold real numbers, small and large, else those it had."""
+    """The call at other sizes of its factors. real: its floating-point tensors hold real numbers, small and large,
+    else those it had."""
     generator = torch.Generator().manual_seed(5)
     parts = []
     for value, about in zip(one.operands, made.bound.inputs):

@@ -1,8 +1,8 @@
 """The proof of rules: every signature of a call is run on shards and compared with the op on whole tensors.
 
-`shards` and `whole` of `sbpc.mesh.states` are the definition of S, B and P; a rule is right if running `Match.localize` on
-the shards of the inputs gives the shards of the outputs. A check that cannot fail proves nothing, so `mutations` flips
-each output state and asks that the check then fails.
+`shards` and `whole` of `sbpc.mesh.states` are the definition of S, B and P; a rule is right if running
+`Match.localize` on the shards of the inputs gives the shards of the outputs. A check that cannot fail proves
+nothing, so `mutations` flips each output state and asks that the check then fails.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def prove(
 
 
 def prove_signature(one: Case, m: Match, signature: Signature, ranks: Numbers, mutants: bool) -> Counter[str]:
-    """Prove a signature at these numbers of ranks, and reject its mutants at the first that it applies to; see `prove`."""
+    """Prove a signature at these numbers of ranks, and reject its mutants at the first that it applies to; see
+    `prove`."""
     count = Counter(signatures=1)
     for number in ranks:
         try:
@@ -131,9 +132,7 @@ def check(one: Case, m: Match, chosen: Sequence[Signature], ranks: Numbers, orde
     agree(one, run(one, m, chosen, ranks, order), claims, ranks, order)
 
 
-def run(
-    one: Case, m: Match, chosen: Sequence[Signature], ranks: Numbers, order: Numbers = ()
-) -> list[list[Any]]:
+def run(one: Case, m: Match, chosen: Sequence[Signature], ranks: Numbers, order: Numbers = ()) -> list[list[Any]]:
     """The flat outputs of every rank, in row-major order."""
     axes, order = AXES[: len(ranks)], tuple(order)
     generator = torch.Generator().manual_seed(7)
@@ -145,9 +144,7 @@ def run(
     return run_call(m, chosen, ranks, order, given)
 
 
-def run_call(
-    m: Match, chosen: Sequence[Signature], ranks: Numbers, order: Numbers, given: Any
-) -> list[list[Any]]:
+def run_call(m: Match, chosen: Sequence[Signature], ranks: Numbers, order: Numbers, given: Any) -> list[list[Any]]:
     """The flat outputs of one call on every rank. given: the arguments by rank."""
     places = itertools.product(*map(range, ranks))
     sized = [locate(m, chosen, ranks, at, order) for at in places]
@@ -179,9 +176,12 @@ def run_apart(
 
 
 def agree(
-    one: Case, results: Sequence[Sequence[Any]], claims: Sequence[tuple[State, ...]], ranks: Numbers,
+    one: Case,
+    results: Sequence[Sequence[Any]],
+    claims: Sequence[tuple[State, ...]],
+    ranks: Numbers,
     order: Numbers = (),
-) -> None:  # fmt: skip
+) -> None:
     """Raises Refuted unless the ranks' outputs are in the states claimed of them, one per axis, what they must be."""
     for at, (states, expected) in enumerate(zip(claims, flat_outputs(one.run()))):
         if isinstance(expected, Tensor):

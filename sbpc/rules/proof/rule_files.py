@@ -38,10 +38,10 @@ def load_rules(path: str | Path) -> list[Registered]:
 
         mylib::myop    b s d, d -> b s d ; lin(0)    # seen on float64[3, 4, 5], float64[5]
 
-    `Probe.save` and `sbpc probe` write such files; a line that begins with '?' is not reviewed: read it, and remove the '?'.
-    `--rules FILE` gives a file to the commands that plan. Several lines for one op are alternatives: the first that fits a call is
-    taken, and a call that none fits has no rule. Raises RuleError with the file and line of what is wrong, and for a line that
-    nobody has reviewed.
+    `Probe.save` and `sbpc probe` write such files; a line that begins with '?' is not reviewed: read it, and remove
+    the '?'. `--rules FILE` gives a file to the commands that plan. Several lines for one op are alternatives: the
+    first that fits a call is taken, and a call that none fits has no rule. Raises RuleError with the file and line
+    of what is wrong, and for a line that nobody has reviewed.
     """
     check_kinds(RuleError, path=(path, "a path"))
     file = Path(path)
@@ -76,7 +76,8 @@ def op_of(line: RuleLine) -> OpOverload:
 
 
 def add_entries(path: str | Path, entries: Iterable[str]) -> int:
-    """Add entries, each remarks and a line, at the end of a file of rules, or to a new one; how many were not there before.
+    """Add entries, each remarks and a line, at the end of a file of rules, or to a new one; how many were not there
+    before.
 
     A new file is written for no entries as well. Raises RuleError if it is no file of rules or cannot be written.
     """
@@ -115,7 +116,9 @@ def lines_of(file: Path, text: str) -> Iterator[RuleLine]:
         name, _, rule = content.removeprefix(UNREVIEWED).strip().partition(" ")
         with at_line(file, number):
             if not is_name(content):
-                raise RuleError("it is very long, or holds characters that cannot be printed\n  Write an op and its rule string.")
+                raise RuleError(
+                    "it is very long, or holds characters that cannot be printed\n  Write an op and its rule string."
+                )
             parse(rule.strip())
         yield RuleLine(number, name, rule.strip(), not content.startswith(UNREVIEWED))
 

@@ -30,8 +30,9 @@ class SmallCall:
 def small_calls(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[SmallCall]:
     """Calls to be tried in turn in the place of one on fake tensors, each with other sizes.
 
-    Large sizes become small ones that differ; or all are divided by one number, for ops that ask for ratios; integers of
-    one of these sizes go with it, or stay. Integer tensors hold numbers below the least size, so that they may be indices.
+    Large sizes become small ones that differ; or all are divided by one number, for ops that ask for ratios;
+    integers of one of these sizes go with it, or stay. Integer tensors hold numbers below the least size, so that
+    they may be indices.
     """
     given = leaves((args, kwargs), Tensor)
     dims = sorted({int(size) for value in given for size in value.shape})
@@ -69,7 +70,8 @@ def scales(dims: Numbers) -> Iterator[dict[int, int]]:
 
 @dataclass
 class Drawn:
-    """Makes an argument real. sizes, ints: what becomes of dims and of integers. below: what integer tensors stay below."""
+    """Makes an argument real. sizes, ints: what becomes of dims and of integers. below: what integer tensors stay
+    below."""
 
     sizes: Mapping[int, int]
     ints: Mapping[int, int]

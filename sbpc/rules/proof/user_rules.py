@@ -48,14 +48,21 @@ class Registered:
 
 
 def rule(
-    op: Any, text: str | Write, *, examples: Sequence[Sequence[Any]] = (), flops: str | Count | None = None,
-    nonempty: str = "", local: Kernel | None = None, replace: bool = False,
-) -> Registered:  # fmt: skip
-    """Says what `op` ("mylib::myop", or the op itself) may do with split, whole and partial operands; returns the rule in force.
+    op: Any,
+    text: str | Write,
+    *,
+    examples: Sequence[Sequence[Any]] = (),
+    flops: str | Count | None = None,
+    nonempty: str = "",
+    local: Kernel | None = None,
+    replace: bool = False,
+) -> Registered:
+    """Says what `op` ("mylib::myop", or the op itself) may do with split, whole and partial operands; returns the
+    rule in force.
 
-    text names the dims of the arguments, then those of the outputs, then clauses: "b s d, d -> b s d ; lin(0) ; lin(1)". A dim of an
-    output may be split: arguments that have it are split with it, the others are whole. sbpc/rules/grammar.py has all; these are
-    the usual parts:
+    text names the dims of the arguments, then those of the outputs, then clauses: "b s d, d -> b s d ; lin(0) ;
+    lin(1)". A dim of an output may be split: arguments that have it are split with it, the others are whole.
+    sbpc/rules/grammar.py has all; these are the usual parts:
 
     _, (), [d]         an argument that is no tensor; a scalar; a list of sizes
     +k, max k, min k   k is reduced: where it is split, the outputs are partial sums, maxima, minima
@@ -64,11 +71,14 @@ def rule(
     via d = scaled     d is split through a function of ATen calls, with collectives between them: `@sbpc.rules.decomposition` on
                        `def scaled(x): return x / x.amax(-1, True)`
 
-    text may also be a function of the arguments by name and of the outputs that returns a string, or None for a call without rule.
+    text may also be a function of the arguments by name and of the outputs that returns a string, or None for a call
+    without rule.
 
     examples   the arguments of calls, each a tuple of positional ones, with keyword arguments as a dict at its end. Every
-               signature that follows from the rule is run on them over 2, 3 and 4 ranks and compared with the op on one device.
-               Each dim must have more than one element in one of them; small distinct sizes do best. Without examples the
+               signature that follows from the rule is run on them over 2, 3 and 4 ranks and compared with the op on one
+               device.
+               Each dim must have more than one element in one of them; small distinct sizes do best. Without examples
+               the
                rule is taken as it is, and every plan that uses it says "unproved rule".
     flops      "2 m k n"; by default one for each point.
     nonempty   dims of which no rank may be left an empty shard; the proof adds those on which the op fails.
@@ -78,7 +88,8 @@ def rule(
     examples/05_own_rule.py has an op with its backward; `sbpc.probe` looks for the rule of an op.
 
     >>> import sbpc, torch
-    >>> scale = torch.library.custom_op("doc::scale", torch.mul, mutates_args=(), schema="(Tensor x, Tensor w) -> Tensor")
+    >>> scale = torch.library.custom_op("doc::scale", torch.mul, mutates_args=(), schema="(Tensor x, Tensor w) ->
+    Tensor")
     >>> with sbpc.rule("doc::scale", "b d, d -> b d ; lin(0) ; lin(1)", examples=[(torch.randn(3, 4), torch.randn(4))]):
     ...     pass  # in force here
 
@@ -272,7 +283,8 @@ def require_function(one: Case) -> None:
 
 
 def breaking(one: Case) -> Iterable[str]:
-    """The factors that may leave no rank an empty shard, since the op fails on one: found in a worker, as it may crash."""
+    """The factors that may leave no rank an empty shard, since the op fails on one: found in a worker, as it may
+    crash."""
     m = one.match()
 
     def fails(signature: Signature) -> bool:

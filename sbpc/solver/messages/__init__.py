@@ -1,1 +1,2 @@
-"""Message passing (TRW-S): a lower bound, multipliers that prove it, reduced costs of labels, and a plan read off them."""
+"""Message passing (TRW-S): a lower bound, multipliers that prove it, reduced costs of labels, and a plan read off
+them."""

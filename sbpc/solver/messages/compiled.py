@@ -1,6 +1,7 @@
 """Sweeps as machine code (sweeps.c), if that was built at install time: the same messages in a tenth of the time.
 
-The machine code reads tables of addresses and works on the arrays of `Messages` themselves, so these are only changed in place.
+The machine code reads tables of addresses and works on the arrays of `Messages` themselves, so these are only
+changed in place.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ machine = built()
 class Tables:
     """A row per node in their order, a row per end of an edge (a node's earlier ones first), a row per star.
 
-    Of a link, `here` and `there` count the layouts at this end and at the other, whose messages `inbox` holds. by_row: seconds
-    are stored [here, there]. sizes: the most labels or pairs of a node, the most layouts, the most layouts of all branches.
+    Of a link, `here` and `there` count the layouts at this end and at the other, whose messages `inbox` holds.
+    by_row: seconds are stored [here, there]. sizes: the most labels or pairs of a node, the most layouts, the most
+    layouts of all branches.
     """
 
     def __init__(self, nodes: Sequence[Node], real: type[np.floating]):

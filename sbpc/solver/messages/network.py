@@ -16,8 +16,8 @@ Name = tuple[int, int]  # of a node: (0, number of a variable), or (1, number of
 
 @dataclass(eq=False)
 class NodePort:
-    """Where an edge meets a node: the distinct layouts there, the place of each label's layout among them, and the messages
-    to the node by layout. The port of a star has no labels."""
+    """Where an edge meets a node: the distinct layouts there, the place of each label's layout among them, and the
+    messages to the node by layout. The port of a star has no labels."""
 
     node: int
     layouts: Array
@@ -41,10 +41,11 @@ class Edge:
 
 @dataclass(eq=False)
 class Node:
-    """A variable or an alias, its edges to earlier and to later nodes. An alias that is a `star` keeps its messages there.
+    """A variable or an alias, its edges to earlier and to later nodes. An alias that is a `star` keeps its messages
+    there.
 
-    inbox: the messages over the earlier edges, then those over the later ones. gather [edges, labels]: places in the inbox.
-    parts: by edge, how much of the node's belief it gets, at most 1 in all of those on one side.
+    inbox: the messages over the earlier edges, then those over the later ones. gather [edges, labels]: places in the
+    inbox. parts: by edge, how much of the node's belief it gets, at most 1 in all of those on one side.
     """
 
     costs: Array
@@ -64,7 +65,8 @@ class Node:
         return self.costs + np.add.reduce(self.inbox[self.gather], axis=0) if self.star is None else self.star.belief()
 
     def message(self, port: NodePort, part: float, belief: Array) -> Array:
-        """Returns what is sent from a port: the least part of the belief among the labels of each layout, less what came from there."""
+        """Returns what is sent from a port: the least part of the belief among the labels of each layout, less what
+        came from there."""
         least = np.full(len(port.layouts), np.inf, belief.dtype)
         np.minimum.at(least, port.at, belief.dtype.type(part) * belief)
         return least - port.inbox
@@ -90,7 +92,8 @@ def node(costs: Array, earlier: list[Edge], later: list[Edge], star: Star | None
 
 
 def paths(edges: list[Edge]) -> set[int]:
-    """Returns the `id` of edges that form paths: at each node at most one earlier and one later one, shorter ones first."""
+    """Returns the `id` of edges that form paths: at each node at most one earlier and one later one, shorter ones
+    first."""
     starts, ends, found = set[int](), set[int](), set[int]()
     for edge in sorted(edges, key=lambda edge: (edge.last.node - edge.first.node, edge.first.node)):
         if edge.first.node not in starts and edge.last.node not in ends:
@@ -101,8 +104,8 @@ def paths(edges: list[Edge]) -> set[int]:
 
 
 def divide(nodes: list[Node], paths: set[int]) -> None:
-    """Divides beliefs among edges. A node on a path gives half to the path and half to the rest; without paths, to each edge
-    1 / (number of chains through the node), as TRW-S does."""
+    """Divides beliefs among edges. A node on a path gives half to the path and half to the rest; without paths, to
+    each edge 1 / (number of chains through the node), as TRW-S does."""
     for node in nodes:
         chains, node.parts = max(len(node.earlier), len(node.later)), []
         for edges in (node.earlier, node.later):

@@ -1,11 +1,12 @@
 """Stars: values with more than two consumers, as nodes of message passing whose labels are pairs (source, alias).
 
-Every consumer j of an alias pays a cost share P_j(a, t) of a boxing a -> t, such that no m-1 of the m consumers pay more than
-its price c(a, t): for every (a, t), sum_j P_j - min_j P_j <= c. Then the star under cost shares costs no more than the true
-one, see `sbpc.solver.proof`. A consumer that wants the layout in which the value is made takes it straight and pays nothing.
+Every consumer j of an alias pays a cost share P_j(a, t) of a boxing a -> t, such that no m-1 of the m consumers pay
+more than its price c(a, t): for every (a, t), sum_j P_j - min_j P_j <= c. Then the star under cost shares costs no
+more than the true one, see `sbpc.solver.proof`. A consumer that wants the layout in which the value is made takes it
+straight and pays nothing.
 
-How a price is shared decides how good the bound is. `balance` raises it by dual ascent for facility location (Erlenkotter 1978),
-every alias being one such problem.
+How a price is shared decides how good the bound is. `balance` raises it by dual ascent for facility location
+(Erlenkotter 1978), every alias being one such problem.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from sbpc.solver.problem import Array
 class Star:
     """One star. Arrays are changed in place, as the machine code knows their addresses.
 
-    seconds [sources, aliases]. price [aliases, layouts]: of a boxing to any layout that a consumer wants; equal [layouts]: the
-    part of it that each may pay if all pay alike. By consumer: columns, the places of its layouts among these; shares [aliases,
-    its layouts]; straight, pairs of (source, place among its layouts) that are one layout; late, whether it comes after the star.
+    seconds [sources, aliases]. price [aliases, layouts]: of a boxing to any layout that a consumer wants; equal
+    [layouts]: the part of it that each may pay if all pay alike. By consumer: columns, the places of its layouts
+    among these; shares [aliases, its layouts]; straight, pairs of (source, place among its layouts) that are one
+    layout; late, whether it comes after the star.
 
-    Messages: made [sources] from the producer. From a consumer the lesser of over [aliases], what it pays for a boxing, and
-    direct [sources], what it pays if it takes the value straight. sent: what each consumer sent last, by layout.
+    Messages: made [sources] from the producer. From a consumer the lesser of over [aliases], what it pays for a
+    boxing, and direct [sources], what it pays if it takes the value straight. sent: what each consumer sent last, by
+    layout.
     """
 
     seconds: Array
@@ -56,7 +59,8 @@ class Star:
         return belief
 
     def message_to(self, branch: int, belief: Array) -> Array:
-        """Returns the message to the producer (0) or a consumer: by layout the least belief without what came from there."""
+        """Returns the message to the producer (0) or a consumer: by layout the least belief without what came from
+        there."""
         if branch == 0:
             return belief.min(1) - self.made
         rest = belief - np.minimum(self.over[branch - 1], self.direct[branch - 1][:, None])
@@ -86,8 +90,9 @@ class Star:
     def balance(self, backwards: bool) -> None:
         """Gives cost shares to later consumers that use them, so that none sends less to an alias than before.
 
-        A consumer sends an alias v(a) = min over t of sent(t) + share(a, t), for which shares of v(a) - sent(t) suffice. What is
-        left of the price lets one consumer after the other raise its v(a). The rest is given to all alike.
+        A consumer sends an alias v(a) = min over t of sent(t) + share(a, t), for which shares of v(a) - sent(t)
+        suffice. What is left of the price lets one consumer after the other raise its v(a). The rest is given to all
+        alike.
         """
         later = [at for at, late in enumerate(self.late) if late]
         needs = [np.zeros(self.price.shape, self.price.dtype) for _ in self.shares]
@@ -111,7 +116,8 @@ class Star:
             np.add(needs[at][:, self.columns[at]], spare[:, self.columns[at]], out=self.shares[at])
 
     def choose(self, known: Mapping[int, int]) -> int:
-        """Returns the best pair if these branches have these layouts (the producer among them), the others as they say."""
+        """Returns the best pair if these branches have these layouts (the producer among them), the others as they
+        say."""
         source = known[0]
         belief = self.seconds[source].copy()
         for at, (over, direct) in enumerate(zip(self.over, self.direct)):
@@ -130,10 +136,9 @@ class Star:
         return due
 
 
-def star_of(
-    closure: Array, ports: Sequence[Array], late: list[bool], big_m: float, real: type[np.floating]
-) -> Star:
-    """Returns the star of a value with these layouts at its producer's and its consumers' ports, and equal cost shares."""
+def star_of(closure: Array, ports: Sequence[Array], late: list[bool], big_m: float, real: type[np.floating]) -> Star:
+    """Returns the star of a value with these layouts at its producer's and its consumers' ports, and equal cost
+    shares."""
     sources, *wanted = ports
     layouts = np.unique(np.concatenate(wanted))
     columns = [np.searchsorted(layouts, each) for each in wanted]
@@ -159,6 +164,7 @@ def star_of(
 
 
 def equal_parts(columns: Sequence[Array], layouts: int) -> Array:
-    """Returns by layout the part of a price that all m may pay alike: 1/(m-1), or 1/k if only k < m can want the layout."""
+    """Returns by layout the part of a price that all m may pay alike: 1/(m-1), or 1/k if only k < m can want the
+    layout."""
     count = np.bincount(np.concatenate(columns), minlength=layouts)
     return 1 / np.maximum(np.where(count == len(columns), count - 1, count), 1)

@@ -1,9 +1,9 @@
 """Sequential tree-reweighted message passing (TRW-S) for the layout problem.
 
-Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", PAMI 2006. An edge lies between two ports; a
-port maps labels to layouts. So a message goes from labels to layouts (min), through the closure of boxing costs (min-plus) and
-to the layouts of the other port. The alias of a value with more than two consumers is a `Star`: its labels are pairs of a
-source and an alias layout, and consumers pay cost shares.
+Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", PAMI 2006. An edge lies between two
+ports; a port maps labels to layouts. So a message goes from labels to layouts (min), through the closure of boxing
+costs (min-plus) and to the layouts of the other port. The alias of a value with more than two consumers is a `Star`:
+its labels are pairs of a source and an alias layout, and consumers pay cost shares.
 
 The Python code below is the definition; `compiled.py` runs the same sweeps as machine code if that was built.
 """
@@ -28,8 +28,9 @@ BALANCE = 3  # cost shares are balanced in every so many sweeps
 class Messages:
     """Messages over all labels and layouts of a problem.
 
-    big_m: seconds at which boxings are cut off, the impossible ones too; see the function. real: the precision of the messages.
-    bound: seconds that no plan costs less than. ports: by value, at its producer and at its distinct consumers.
+    big_m: seconds at which boxings are cut off, the impossible ones too; see the function. real: the precision of
+    the messages. bound: seconds that no plan costs less than. ports: by value, at its producer and at its distinct
+    consumers.
     """
 
     def __init__(self, problem: Problem, big_m: float, real: type[np.floating] = np.float64):
@@ -54,9 +55,11 @@ class Messages:
         self.bound, self.sweeps = -np.inf, 0
 
     def follow_paths(self, follow: bool) -> None:
-        """Lets nodes give half of their belief along paths, which carries messages far, or equal parts, which come to rest higher.
+        """Lets nodes give half of their belief along paths, which carries messages far, or equal parts, which come
+        to rest higher.
 
-        No sweep lowers the bound whatever the parts are (Kolmogorov, "A new look at reweighted message passing", PAMI 2015).
+        No sweep lowers the bound whatever the parts are (Kolmogorov, "A new look at reweighted message passing",
+        PAMI 2015).
         """
         divide(self.nodes, self.paths if follow else set())
         if machine is not None:
@@ -75,7 +78,8 @@ class Messages:
         self.problem, self.bound = problem, -np.inf
 
     def start_from(self, other: Messages, values: Sequence[int]) -> None:
-        """Takes the messages of a problem with the same variables. values: by value of the other problem, its number in this one."""
+        """Takes the messages of a problem with the same variables. values: by value of the other problem, its number
+        in this one."""
         for number, edges in zip(values, other.edges_of):
             if len(self.edges_of[number]) == len(edges):  # else it has other consumers
                 for mine, theirs in zip(self.edges_of[number], edges):
@@ -90,8 +94,8 @@ class Messages:
         return Tables(self.nodes, self.real)
 
     def connect(self, number: int, value: Value) -> list[Edge]:
-        """Returns the edges of a value: one if it has one consumer, else one from the producer to the alias and one to each
-        consumer. Notes the value's ports and its star."""
+        """Returns the edges of a value: one if it has one consumer, else one from the producer to the alias and one
+        to each consumer. Notes the value's ports and its star."""
         out, *wanted = ports = [NodePort(self.place[0, at], *distinct(layouts)) for at, layouts in value.distinct_ends]
         self.ports.append(ports)
         if not value.has_alias:
@@ -126,12 +130,13 @@ class Messages:
         return self.bound
 
     def send(self, back: bool, balance: int = 0) -> float:
-        """Sends messages from every node to the later ones, first node first, or `back`; returns the bound of all that goes back.
+        """Sends messages from every node to the later ones, first node first, or `back`; returns the bound of all
+        that goes back.
 
-        Why it is a bound: let D be the belief of a node less its minimum, and w the part of an earlier edge. The cost of a plan is
-        the sum of all subtracted minima, plus over the nodes (1 - sum of w) D >= 0, plus over their earlier edges
-        (seconds - message to last + w D - message to first) >= 0, as the message to first is the minimum of the rest. On the way
-        there what is added to all messages over an edge changes no bound.
+        Why it is a bound: let D be the belief of a node less its minimum, and w the part of an earlier edge. The
+        cost of a plan is the sum of all subtracted minima, plus over the nodes (1 - sum of w) D >= 0, plus over
+        their earlier edges (seconds - message to last + w D - message to first) >= 0, as the message to first is the
+        minimum of the rest. On the way there what is added to all messages over an edge changes no bound.
         """
         bound = 0.0
         for at in reversed(self.nodes) if back else self.nodes:
@@ -182,15 +187,16 @@ class Messages:
     def label_bounds(self) -> list[Array]:
         """Returns, after one more sweep, by node a bound of all plans that have a label (or alias layout).
 
-        After a backward sweep the belief of a node is the sum of the min-marginals of the chains through it, and no step of a
-        sweep lowers the bound of all chains (Kolmogorov, theorem 2).
+        After a backward sweep the belief of a node is the sum of the min-marginals of the chains through it, and no
+        step of a sweep lowers the bound of all chains (Kolmogorov, theorem 2).
         """
         before = self.bound if np.isfinite(self.bound) else self.sweep()
         self.sweep()
         return [before + belief for belief in self.beliefs()]
 
     def decode(self) -> list[int]:
-        """Returns a plan, chosen node by node: own costs, boxings from the nodes chosen before, messages from later ones."""
+        """Returns a plan, chosen node by node: own costs, boxings from the nodes chosen before, messages from later
+        ones."""
         chosen: list[int] = []
         for at in self.nodes:
             if at.star is not None:
@@ -209,8 +215,9 @@ class Messages:
     def multipliers(self) -> list[list[Array]]:
         """Returns, by value and port (the producer's, then those of the distinct consumers), the multipliers by label.
 
-        With them every variable alone and every value alone cost together at least what a sweep `back` has just returned: a node
-        keeps (1 - sum of w) D of its belief D, and leaves w D to each earlier edge, as explained there.
+        With them every variable alone and every value alone cost together at least what a sweep `back` has just
+        returned: a node keeps (1 - sum of w) D of its belief D, and leaves w D to each earlier edge, as explained
+        there.
         """
         by_layout = {id(edge.first): edge.first.inbox for edge in self.edges}
         for at in self.nodes:
@@ -218,10 +225,13 @@ class Messages:
                 belief = at.belief()
                 belief -= belief.min()
                 by_layout |= {id(edge.last): -at.message(edge.last, part, belief) for edge, part in at.side(True)}
-        return [[by_layout.get(id(p), np.zeros(len(p.layouts)))[p.at].astype(float) for p in ports] for ports in self.ports]
+        return [
+            [by_layout.get(id(p), np.zeros(len(p.layouts)))[p.at].astype(float) for p in ports] for ports in self.ports
+        ]
 
     def shares(self) -> dict[int, list[Array]]:
-        """Returns, by number of a value with a star, the cost shares of its distinct consumers [layouts, their layouts]."""
+        """Returns, by number of a value with a star, the cost shares of its distinct consumers [layouts, their
+        layouts]."""
         return {self.names[middle][1]: star.shares for middle, star in self.stars.items()}
 
 
