@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
 
-from sbpc.errors import MemoryLimitError, lacking
+from sbpc.errors import MemoryLimitError, PlanError, lacking
 from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import GRADIENT, ONCE, PARAMETER, Port, placeholders, results
 from sbpc.mesh.layout import Layout
@@ -23,7 +24,8 @@ from sbpc.plans.chunk import Assignment, Chunk
 from sbpc.plans.options import Options
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.part_memory import bytes_at
-from sbpc.plans.staged.schedules import actions_of, chunks_in
+from sbpc.plans.staged.schedules import BREADTH_FIRST, INPUTS, WEIGHTS, actions_of, chunks_in
+from sbpc.plans.staged.stage_parts import AFTER
 from sbpc.plans.staged.stages_bound import stages_bound
 from sbpc.rules.choices import Candidates, Choice, of_stored
 
@@ -32,6 +34,7 @@ Solve = Callable[[GraphModule, Mesh], Sequence[Plan]]
 Spare = Callable[[GraphModule, Mesh], Sequence[Assignment]]
 Search = Callable[[Plan], Callable[[float], Plan]]
 TRIES, LESS = 5, 0.98  # limits of the body under which it is planned; each is so much below what the last plan suggests
+CHUNKS, GAIN = (4, 8), 2e-2  # of a loop that goes breadth-first, and what part of a step each number is to save
 ENOUGH = 1e-2  # fraction by which a plan under a limit may be slower than one without before layouts are searched
 
 
@@ -82,9 +85,34 @@ def staged(
 
     free = min(map(draft, solve(loop.body, inner)), key=lambda each: each.plan.cost.seconds)
     memory = options.memory
-    if memory is None or free.plan.memory["total"] <= memory:
-        return free.plan
-    return within_memory(free, memory, lambda: spare(loop.body, inner), search, lambda whole: draft(whole, free.plan))
+    plan = free.plan
+    if memory is not None and plan.memory["total"] > memory:
+        plan = within_memory(
+            free, memory, lambda: spare(loop.body, inner), search, lambda whole: draft(whole, free.plan)
+        )
+    return breadth_first(plan, made) if axis is None and schedule == Options.schedule else plan
+
+
+def breadth_first(plan: Plan, made: Made) -> Plan:
+    """Returns a loop in which all micro-batches go through one chunk of the model before the next if that is faster
+    and fits: gradients of a chunk then go home beside the backward of those before it. Else the loop as it is."""
+    (cost,), whole, mesh = plan.parts, plan.body, plan.mesh
+    send = cost.program((INPUTS, WEIGHTS, AFTER)).seconds - cost.program((INPUTS, WEIGHTS)).seconds
+    if not plan.overlaps or mesh.cluster.name == "ideal" or send < GAIN * plan.cost.seconds:
+        return plan
+    assert whole is not None
+    places, best = places_of(whole.annotated), plan
+    most = max(plan.memory["total"], mesh.cluster.memory) if plan.options.memory is None else plan.options.memory
+    for chunks in CHUNKS:
+        try:
+            cuts = cuts_of(whole.annotated, places, chunks, mesh)
+        except PlanError:  # fewer blocks than chunks
+            break
+        options = replace(plan.options, schedule=f"{BREADTH_FIRST}:{chunks}")
+        tried = replace(plan, chunks=chunks_of(whole, cut(whole.annotated, places, cuts), made), options=options)
+        if tried.cost.seconds < (1 - GAIN) * best.cost.seconds and tried.memory["total"] <= most:
+            best = tried
+    return best
 
 
 def within_memory(

@@ -23,9 +23,9 @@ from sbpc.plans.memory import ARANGES, WHOLE, Life
 Sizes = Sequence[sympy.Symbol]  # of the axes of the mesh
 
 
-def moments_of(life: Life, size: Sequence[Any]) -> list[Mapping[Any, Any]]:
+def moments_of(life: Life, size: Sequence[Any], start: int = 0, end: int | None = None) -> list[Mapping[Any, Any]]:
     """Returns what is alive at each moment of a program, equal ones once: products, each so many times. size:
-    formulas of storages."""
+    formulas of storages. start, end: which moments."""
     terms = [sympy.sympify(formula).as_coeff_Mul() for formula in size]
     dying: dict[float, list[int]] = {}
     for storage, last in enumerate(life.last):
@@ -35,7 +35,8 @@ def moments_of(life: Life, size: Sequence[Any]) -> list[Mapping[Any, Any]]:
         for storage, _ in moment.makes:
             count, product = terms[storage]
             alive[product] = alive.get(product, 0) + count
-        moments[frozenset(alive.items())] = None
+        if start <= at < (len(life.moments) if end is None else end):
+            moments[frozenset(alive.items())] = None
         for storage in dying.get(at, ()):
             count, product = terms[storage]
             alive[product] -= count

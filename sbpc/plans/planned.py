@@ -73,8 +73,9 @@ class PlannedStep(Pipeline):
     @property
     def way(self) -> str:
         """How the step runs, in words; nothing where it is one program."""
-        stages = "" if self.axis is None else f"{self.stages} stages along {self.axis!r}, {self.schedule}, "
-        return "" if self.loop is None else f"{stages}{self.count} micro-batches"
+        stages = "" if self.axis is None else f"{self.stages} stages along {self.axis!r}, "
+        order = f"{self.schedule}, " if stages or len(self.chunks) > 1 else ""
+        return "" if self.loop is None else f"{stages}{order}{self.count} micro-batches"
 
     def ranks_of(self, stage: int) -> list[int]:
         """Returns the ranks of a stage, in the order of the mesh of one stage."""
@@ -267,8 +268,10 @@ class PlannedStep(Pipeline):
     @functools.cached_property
     def programs(self) -> Sequence[ChunkPrograms]:
         """The programs of each chunk."""
+        several = len(self.chunks) > self.stages
         return OnUse(
-            len(self.chunks), lambda at: ChunkPrograms(self.chunks[at], self.in_loop, self.overlaps, self.budget)
+            len(self.chunks),
+            lambda at: ChunkPrograms(self.chunks[at], self.in_loop, self.overlaps, self.budget, several),
         )
 
     def budget(self) -> float | None:
@@ -350,6 +353,6 @@ class PlannedStep(Pipeline):
         if self.named is None or self.loop is None:
             return mine
         return {
-            at: ChunkPrograms(with_dims(each.chunk, self.named), self.in_loop, self.overlaps)
+            at: ChunkPrograms(with_dims(each.chunk, self.named), self.in_loop, self.overlaps, goes_on=each.goes_on)
             for at, each in mine.items()
         }

@@ -10,13 +10,28 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from sbpc.mesh.mesh import Mesh
+from sbpc.plans.chunk import OnUse
 from sbpc.plans.cost import Cost, Terms
 from sbpc.plans.options import Options
 from sbpc.plans.staged import schedules
 from sbpc.plans.staged.chunk_cost import ChunkCost
-from sbpc.plans.staged.part_memory import ADDED, GATHERED, HANDED, HOME, LEFT, SAVED
-from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, STEP, WEIGHTS, Action, Arrival, actions_of
+from sbpc.plans.staged.part_memory import ADDED, GATHERED, HANDED, HOME, LEFT, SAVED, Kind
+from sbpc.plans.staged.schedules import (
+    BACKWARD,
+    FORWARD,
+    INPUTS,
+    LATE,
+    STEP,
+    WEIGHTS,
+    Action,
+    Arrival,
+    Played,
+    actions_of,
+    shorter,
+    without_late,
+)
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
+from sbpc.plans.timeline import Left
 
 # by kind of action
 RUNS = {FORWARD: (FORWARD,), BACKWARD: (INPUTS, WEIGHTS), INPUTS: (INPUTS,), WEIGHTS: (WEIGHTS,), STEP: PARTS}
@@ -31,7 +46,7 @@ class Moment(NamedTuple):
     chunk: int
     first: bool
     flying: Mapping[tuple[int, str], int]
-    once: Sequence[tuple[int, str]]
+    once: Sequence[tuple[int, Kind]]
 
 
 class Pipeline:
@@ -176,14 +191,41 @@ class Pipeline:
             (part, at): None for part in (BEFORE, AFTER) for at in range(len(self.parts)) if (part, at) not in inside
         }
 
+    @functools.cached_property
+    def orders(self) -> Sequence[list[tuple[Parts, Action]]]:
+        """By stage what it runs, in order: the parts of each program, and the action. What is done once and with no
+        action has the name of its part for the kind of one, and so has what comes late of a program."""
+        return OnUse(self.stages, self.order)
+
     def order(self, stage: int) -> list[tuple[Parts, Action]]:
-        """Returns what a stage runs, in order: the parts of each program, and the action. What is done once and with
-        no action has the name of its part for the kind of one."""
+        """Returns what a stage runs, in order.
+
+        A piece of what comes late runs behind the first action that ends when its messages are there, as if no stage
+        waited for another one, or behind all.
+        """
         mine = self.chunks_on(stage)
         early, late = (
             [((part,), Action(part, at, 0)) for at in mine if (part, at) in self.apart] for part in (BEFORE, AFTER)
         )
-        return [*early, *((self.runs(action), action) for action in self.actions[stage]), *late]
+        found, waiting, left = list[tuple[Parts, Action]](early), list[tuple[Parts, Action]](), Left()
+        for action in self.actions[stage]:
+            which = self.runs(action)
+            found.append((which, action))
+            pieces = self.parts[action.chunk].late(which)
+            if pieces or left:
+                left = self.run_of(which, action, left)[1]
+            waiting += [((*which, *[LATE] * at), action.of_kind(f"{LATE}{at}")) for at in range(1, len(pieces) + 1)]
+            while waiting and self.is_there(*waiting[0], left):
+                found.append(waiting.pop(0))
+                left = self.run_of(*found[-1], left)[1]
+        waiting.sort(key=lambda piece: piece[0].count(LATE))  # what sends before what only waits
+        return [*found, *waiting, *late]
+
+    def is_there(self, which: Parts, action: Action, left: Left) -> bool:
+        """Returns whether all is there that a piece of what comes late waits for."""
+        parts, piece = without_late(which)
+        messages = self.parts[action.chunk].late(parts)[piece - 1]
+        return not any(owner == action.chunk and name in messages for _, (owner, name), _ in left)
 
     def tally(self, chunk: int) -> Counter[Parts]:
         """Returns how often each program of a chunk runs in a step."""
@@ -201,20 +243,38 @@ class Pipeline:
 
     # --- what a step costs -------------------------------------------------------------------------------------------
     @functools.cached_property
-    def spans(self) -> dict[Action, tuple[float, float]]:
+    def spans(self) -> schedules.Spans:
         """When every action starts and ends, in seconds since the step began."""
+        played = (each for mine in self.played[0] for each in mine if LATE not in each.parts)
+        return {each.action: (each.start, each.end) for each in played}
+
+    @functools.cached_property
+    def played(self) -> tuple[list[list[Played]], list[Left]]:
+        """By stage when each program of its order starts and ends, but for what is done once and with no action, and
+        what is on its way then."""
         starts = [self.single(stage, BEFORE) for stage in range(self.stages)]
         if not self.overlaps:
             starts = [max(starts)] * self.stages
         if self.alone == 1.0:
-            return schedules.spans(self.actions, self.needs, self.seconds_of, self.sending, starts)
-        return schedules.shared_spans(
+            orders = [[each for each in order if each[1].kind not in (BEFORE, AFTER)] for order in self.orders]
+            return schedules.spans(orders, self.needs, self.run_of, self.sending, starts)
+        spans = schedules.shared_spans(
             self.actions, self.needs, self.work_of, self.sending, starts, self.alone, self.mesh.cluster.taken
         )
+        found = [[Played(self.runs(action), action, *spans[action]) for action in mine] for mine in self.actions]
+        return found, [()] * self.stages
 
-    def seconds_of(self, action: Action) -> float:
-        """Returns how long an action takes."""
-        return sum(self.work_of(action))
+    def run_of(self, which: Parts, action: Action, before: Left) -> tuple[float, Left]:
+        """Returns how long a program takes, and what is on its way then. before: what is on its way when it starts."""
+        chunk = self.parts[action.chunk]
+        if LATE in which:
+            return chunk.run(which, action.chunk, before)
+        compute, waits = self.work_of(action)
+        if not before and not chunk.late(which):
+            return compute + waits, ()
+        ready, left = chunk.run(which, action.chunk, before)
+        others = compute + waits - chunk.program(which).seconds  # beside the program's own seconds
+        return ready + others, shorter(left, others)
 
     def work_of(self, action: Action) -> tuple[float, float]:
         """Returns the seconds of computing in an action, and those of waiting for its own collectives.
@@ -251,7 +311,16 @@ class Pipeline:
     def busy(self) -> list[float]:
         """By stage the seconds in which it computes or communicates."""
         starts = [self.mesh.cluster.start * sum(self.messages[action] for action in mine) for mine in self.actions]
-        return [self.totals(stage, "seconds") + start for stage, start in enumerate(starts)]
+        return [self.totals(stage, "seconds") + start + self.waits(stage) for stage, start in enumerate(starts)]
+
+    def waits(self, stage: int) -> float:
+        """Returns how much longer the programs of a stage take in their order than each by itself: less where what
+        comes late goes beside others, more where they wait for its links."""
+        if self.alone != 1.0:
+            return 0.0
+        late = [each for each in self.played[0][stage] if each.before or self.parts[each.action.chunk].late(each.parts)]
+        alone = sum(sum(self.work_of(each.action)) for each in late if LATE not in each.parts)
+        return sum(each.end - each.start for each in late) - alone
 
     @property
     def busiest(self) -> int:
@@ -269,7 +338,7 @@ class Pipeline:
         seconds = max(end + self.single(stage, AFTER) for stage, end in enumerate(self.last_ends()))
         compute, communicate, again = (self.totals(most, name) for name in ("compute", "comm", "again"))
         flops = max(self.totals(stage, "flops") for stage in stages)
-        bubble = max(0.0, seconds - busy[most])
+        bubble = max(0.0, seconds - busy[most]) if self.stages > 1 else 0.0
         compute = min(compute, seconds)  # a stage that shares cores is faster while others wait
         serial_bound = min(self.serial_bound or self.lower_bound, compute + communicate)
         cost = Cost(
@@ -314,8 +383,8 @@ class Pipeline:
         return self.memory_of(self.fullest)
 
     def last_ends(self) -> list[float]:
-        """Returns by stage when its last action ends."""
-        return [max(self.spans[action][1] for action in actions) for actions in self.actions]
+        """Returns by stage when its last program ends that an action runs."""
+        return [max(each.end for each in mine) for mine in self.played[0]]
 
     def totals(self, stage: int, which: str) -> float:
         """Returns a figure of a stage, added up over all that its chunks run."""
@@ -383,9 +452,17 @@ class Pipeline:
     def moments(self, stage: int) -> Iterator[Moment]:
         """Yields what a stage runs, in order, and what it holds when that begins; last that nothing runs, unless all
         was one program."""
-        flying, once, begun = Counter[tuple[int, str]](), list[tuple[int, str]](), set[int]()
-        for which, (_, at, _) in self.order(stage):
-            yield Moment(which, at, at not in begun, flying, once)
+        flying, once, begun = Counter[tuple[int, str]](), list[tuple[int, Kind]](), dict[int, Parts]()
+        for which, (_, at, _) in self.orders[stage]:
+            if LATE in which:
+                parts, piece = without_late(which)
+                first = begun[at] == parts
+                yield Moment(which, at, first, flying, once)
+                last = piece == len(self.parts[at].late(parts))
+                once[once.index((at, (which[:-1], first)))] = at, HOME if last else (which, first)
+                continue
+            first = at not in begun
+            yield Moment(which, at, first, flying, once)
             if which == PARTS:
                 return
             if FORWARD in which:
@@ -395,7 +472,8 @@ class Pipeline:
                 flying[at, HANDED] += 1
             if WEIGHTS in which:
                 flying[at, HANDED] -= 1
-                once += [] if at in begun else [(at, LEFT if AFTER in which else ADDED)]
-                begun.add(at)
-            once += [(at, kind) for part, kind in ((BEFORE, GATHERED), (AFTER, HOME)) if part in which]
+                once += [(at, LEFT if AFTER in which else ADDED)] if first else []
+                begun.setdefault(at, which)
+            home: Kind = (which, first) if self.parts[at].late(which) else HOME
+            once += [(at, kind) for part, kind in ((BEFORE, GATHERED), (AFTER, home)) if part in which]
         yield Moment((), self.chunks_on(stage)[0], False, flying, once)
