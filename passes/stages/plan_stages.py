@@ -33,8 +33,10 @@ Made = Callable[..., Chunk]  # of a piece, its layouts, and what its ports stand
 Solve = Callable[[GraphModule, Mesh], Sequence[Plan]]
 Spare = Callable[[GraphModule, Mesh], Sequence[Assignment]]
 Search = Callable[[Plan], Callable[[float], Plan]]
+Parts = Callable[[Plan], Plan | None]  # the body of a loop with its calls in parts, None where that gains nothing
 TRIES, LESS = 5, 0.98  # limits of the body under which it is planned; each is so much below what the last plan suggests
-CHUNKS, GAIN = (4, 8), 2e-2  # of a loop that goes breadth-first, and what part of a step each number is to save
+CHUNKS = 4, 8  # of a loop that goes breadth-first
+GAIN = 2e-2  # the part of a step that chunks, or parts of calls, are to save
 ENOUGH = 1e-2  # fraction by which a plan under a limit may be slower than one without before layouts are searched
 
 
@@ -47,13 +49,21 @@ class Draft(NamedTuple):
 
 
 def staged(
-    gm: GraphModule, mesh: Mesh, options: Options, solve: Solve, spare: Spare, search: Search, made: Made
+    gm: GraphModule,
+    mesh: Mesh,
+    options: Options,
+    solve: Solve,
+    spare: Spare,
+    search: Search,
+    made: Made,
+    parts: Sequence[Parts] = (),
 ) -> Plan:
     """Returns the plan of an annotated step with stages along an axis, with one stage where `options` name none.
 
     solve: plans the body on the mesh of a stage; of several plans the one whose step is shortest is taken. spare:
     lays it out in other ways that may take fewer bytes. search: what plans it under limits of bytes, from the plan
-    without. made: makes a chunk there. Raises PlanError if the model cannot be cut so, MemoryLimitError if no plan
+    without. made: makes a chunk there. parts: ways to write the body, in halves, in panels; what makes the step shorter
+    is taken. Raises PlanError if the model cannot be cut so, MemoryLimitError if no plan
     fits.
     """
     axis, schedule, count = options.stages, options.schedule, options.microbatches
@@ -90,29 +100,42 @@ def staged(
         plan = within_memory(
             free, memory, lambda: spare(loop.body, inner), search, lambda whole: draft(whole, free.plan)
         )
+    for write in parts:
+        body = write(plan)
+        plan = plan if body is None else better(plan, rewritten(plan, body, schedule, made))
     return breadth_first(plan, made) if axis is None and schedule == Options.schedule else plan
 
 
 def breadth_first(plan: Plan, made: Made) -> Plan:
     """Returns a loop in which all micro-batches go through one chunk of the model before the next if that is faster
     and fits: gradients of a chunk then go home beside the backward of those before it. Else the loop as it is."""
-    (cost,), whole, mesh = plan.parts, plan.body, plan.mesh
+    (cost,), body = plan.parts, plan.body
     send = cost.program((INPUTS, WEIGHTS, AFTER)).seconds - cost.program((INPUTS, WEIGHTS)).seconds
-    if not plan.overlaps or mesh.cluster.name == "ideal" or send < GAIN * plan.cost.seconds:
+    if not plan.overlaps or plan.mesh.cluster.name == "ideal" or send < GAIN * plan.cost.seconds:
         return plan
-    assert whole is not None
-    places, best = places_of(whole.annotated), plan
-    most = max(plan.memory["total"], mesh.cluster.memory) if plan.options.memory is None else plan.options.memory
+    assert body is not None
     for chunks in CHUNKS:
         try:
-            cuts = cuts_of(whole.annotated, places, chunks, mesh)
+            plan = better(plan, rewritten(plan, body, f"{BREADTH_FIRST}:{chunks}", made))
         except PlanError:  # fewer blocks than chunks
             break
-        options = replace(plan.options, schedule=f"{BREADTH_FIRST}:{chunks}")
-        tried = replace(plan, chunks=chunks_of(whole, cut(whole.annotated, places, cuts), made), options=options)
-        if tried.cost.seconds < (1 - GAIN) * best.cost.seconds and tried.memory["total"] <= most:
-            best = tried
-    return best
+    return plan
+
+
+def rewritten(plan: Plan, body: Plan, schedule: str, made: Made) -> Plan:
+    """Returns the plan of the same step with another body, and in another order."""
+    count = plan.stages * chunks_in(schedule)
+    places = places_of(body.annotated)
+    pieces = cut(body.annotated, places, cuts_of(body.annotated, places, count, plan.inner))
+    options = replace(plan.options, schedule=schedule)
+    return replace(plan, chunks=chunks_of(body, pieces, made), options=options, body=body)
+
+
+def better(plan: Plan, tried: Plan) -> Plan:
+    """Returns another plan if it is faster and fits: into the limit, or else the memory of a device."""
+    limit = plan.options.memory or max(plan.memory["total"], plan.mesh.cluster.memory)
+    gains = tried.cost.seconds < (1 - GAIN) * plan.cost.seconds and tried.memory["total"] <= limit
+    return tried if gains else plan
 
 
 def within_memory(

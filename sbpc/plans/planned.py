@@ -334,8 +334,11 @@ class PlannedStep(Pipeline):
         if self.loop is None:
             return self.annotated
         source = self.body or (self if len(self.chunks) == 1 else None)
+        parts = source is None or source.options.microbatches == 2 or (source.options.panels or 1) > 1
         return (
-            None if source is None else name_parts(source.annotated, self.loop, self.inner, self.options.dynamic or {})
+            None
+            if source is None or parts
+            else name_parts(source.annotated, self.loop, self.inner, self.options.dynamic or {})
         )
 
     @property

@@ -31,7 +31,7 @@ from sbpc.plans.staged.chunk_programs import ChunkPrograms, Program
 from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.part_memory import Kind, in_flight, kept_by, scope
 from sbpc.plans.staged.pipeline_cost import Pipeline
-from sbpc.plans.staged.schedules import LATE, STEP
+from sbpc.plans.staged.schedules import BREADTH_FIRST, LATE, STEP
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
 from sbpc.plans.symbolic_sizes import formula, name_dims, symbol
 
@@ -123,14 +123,14 @@ def calls_of(plan: Pipeline, programs: ChunkPrograms, count: T) -> Iterator[tupl
 
 def memory_formula(plan: Pipeline, chunks: Chunks, sizes: Sequence[sympy.Symbol]) -> sympy.Expr:
     """Returns the bytes of a stage at its peak as `Pipeline.memory_of` counts them, with as many micro-batches in
-    flight as in this plan; for "gpipe", in which all are, with as many fewer than `m`.
+    flight as in this plan; where all are, as with "gpipe", with as many fewer than `m`.
     """
     of = {at: ChunkMemory(chunk, sizes) for at, chunk in chunks.items()}
     peaks: dict[Any, None] = {}
     stage = plan.owners[next(iter(chunks))]
     for moment in plan.moments(stage):
         flying = {key: times for key, times in moment.flying.items() if times}
-        more = symbol(M) - plan.count if plan.schedule == "gpipe" else 0
+        more = symbol(M) - plan.count if plan.schedule.startswith(("gpipe", BREADTH_FIRST)) else 0
         held = sympy.Add(*((times + more) * of[at].kept[kind] for (at, kind), times in sorted(flying.items())))
         held += sympy.Add(*(of[at].held(kind) for at, kind in moment.once))
         for rise in of[moment.chunk].rises(moment.which, moment.first) if moment.which else [sympy.Integer(0)]:
