@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +214,39 @@ def test_repeated_blocks_cost_what_a_plan_of_all_blocks_costs(level: int) -> Non
     joined = repeated(few, times, Mesh(pipe=2, data=2, cluster="a100"), "pipe", "1f1b", 4)
     plan = sbpc.plan(model, args, joined.mesh, stages="pipe", microbatches=4)
     assert level or joined.cost.seconds == pytest.approx(plan.cost.seconds, rel=0.05)
+
+
+COMPARED: dict[str, tuple[dict[str, Any], int]] = {  # sizes of a GPT, and devices
+    "small": ({"batch": 8, "seq": 64, "width": 64, "heads": 4, "layers": 2}, 2),
+    "deep": ({"batch": 16, "seq": 64, "width": 64, "heads": 4, "layers": 8}, 8),
+    "wide": ({"batch": 16, "seq": 128, "width": 512, "heads": 8, "layers": 3}, 8),
+    "long": ({"batch": 8, "seq": 1024, "width": 128, "heads": 4, "layers": 3}, 8),
+    "short": ({"batch": 256, "seq": 16, "width": 256, "heads": 4, "layers": 3}, 8),
+    "words": ({"batch": 32, "seq": 64, "width": 128, "heads": 4, "layers": 3, "vocab": 32_768}, 8),
+    "untied": ({"batch": 32, "seq": 64, "width": 256, "heads": 4, "layers": 4, "vocab": 8192, "tied": False}, 16),
+    "many": ({"batch": 64, "seq": 64, "width": 256, "heads": 8, "layers": 4}, 32),
+    "large": ({"batch": 64, "seq": 512, "width": 1024, "heads": 16, "layers": 4, "vocab": 16_384}, 32),
+    "huge": ({"batch": 128, "seq": 1024, "width": 4096, "heads": 32, "layers": 4, "vocab": 32_768}, 64),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "small" else pytest.mark.prove) for name in COMPARED]
+)
+def test_no_row_is_slower_than_what_is_known_for_its_mesh(name: str) -> None:
+    sizes, devices = COMPARED[name]
+    with torch.device("meta"):
+        model, args = models.gpt2(**sizes)
+    rows = sbpc.sweep(
+        model, args, devices=devices, cluster="h100", stages=True, microbatches=True, memory=80e9, seconds=20
+    )
+    asked = {"stages": "pipe", "memory": 80e9}
+    for row in rows[: 2 if name == "small" else 16]:
+        known = {}
+        for scheme in ("data", "fsdp", "megatron", "megatron+sp"):
+            how = asked | {"schedule": row.schedule, "microbatches": row.microbatches, "recompute": row.recompute}
+            try:
+                known[scheme] = sbpc.baseline(scheme, model, args, row.mesh, **how).cost.seconds
+            except SbpcError:  # it does not fit the mesh, or a rank
+                continue
+        assert row.plan.cost.seconds <= min(known.values(), default=math.inf) * (1 + 1e-9), (row, known)

@@ -103,7 +103,7 @@ def staged(
     for write in parts:
         body = write(plan)
         plan = plan if body is None else better(plan, rewritten(plan, body, schedule, made))
-    return breadth_first(plan, made) if axis is None and schedule == Options.schedule else plan
+    return breadth_first(plan, made) if stages == 1 and schedule == Options.schedule else plan
 
 
 def breadth_first(plan: Plan, made: Made) -> Plan:

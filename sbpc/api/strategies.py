@@ -19,7 +19,7 @@ from typing import Any
 from sbpc.api.candidates import PIPE, Candidate, Refused, block_times
 from sbpc.api.planning import Task
 from sbpc.api.recompute import forms_of
-from sbpc.api.staging import SPARING, plan_stages, short_plans
+from sbpc.api.staging import plan_stages, short_plans
 from sbpc.errors import MemoryLimitError, PlanError, SbpcError
 from sbpc.graph.no_gc import uncollected
 from sbpc.mesh.mesh import Mesh
@@ -32,6 +32,7 @@ from sbpc.plans.staged.loop import Loop
 
 SLOWER, LATE = "at full speed it takes longer than the best row", "the seconds of the search were over"
 TOO_LARGE = "it does not fit into the memory"
+EXPERTS = "megatron+sp", "megatron", "data"  # without tensor parallelism all are the last one
 Progress = Callable[[int, int, Any], None]
 
 
@@ -164,16 +165,16 @@ class Search:
         return self.memory is None or way.memory["total"] <= self.memory
 
     def ways(self, each: Candidate, form: str, levels: Sequence[int]) -> Iterator[Estimate]:
-        """Yields the candidate with the fastest layouts and, under a limit, an expert's that take fewest bytes, each
-        with all parameters at the first of some levels (`sbpc.passes.stages.zero`) at which it fits."""
-        for baseline in (None, SPARING) if self.memory is not None and each.mesh.sizes[2] > 1 else (None,):
+        """Yields the candidate with the fastest layouts and with those of the experts, each with all parameters at
+        the first of some levels (`sbpc.passes.stages.zero`) at which it fits."""
+        for baseline in (None, *experts_of(each)):
             for level in levels:
                 if self.memory is not None and each.stored[level] > self.memory:
                     continue
                 try:
                     blocks, plan_at = self.short_plans(each, form, baseline)
                 except PlanError:
-                    if baseline:  # whose scheme does not fit the model
+                    if baseline:  # whose scheme does not fit the model, or its mesh
                         break
                     raise
                 times = [block_times(self.lengths, block) for block in blocks]
@@ -202,12 +203,25 @@ class Search:
         return self.loops[form, count]
 
     def planned(self, each: Candidate, form: str) -> Plan:
-        """Returns the plan of a row."""
+        """Returns the plan of a row: free, or as an expert's where that is faster."""
         task = self.task()
         asked = Options(optimizer=self.optimizer, memory=self.memory, stages=PIPE, schedule=each.schedule, **task.about)
-        return plan_stages(
-            task.gm, task.stages, each.mesh, replace(asked, microbatches=each.microbatches, recompute=form)
-        )
+        asked = replace(asked, microbatches=each.microbatches, recompute=form)
+        plans, errors = list[Plan](), list[SbpcError]()
+        for baseline in (None, *experts_of(each)):
+            again = task.again()
+            try:
+                plans.append(plan_stages(again.gm, again.stages, each.mesh, replace(asked, baseline=baseline)))
+            except (PlanError, MemoryLimitError) as error:  # an expert's may not fit the model or the mesh
+                errors.append(error)
+        if not plans:
+            raise errors[0]
+        return min(plans, key=lambda plan: plan.cost.seconds)
+
+
+def experts_of(each: Candidate) -> tuple[str, ...]:
+    """Returns the experts whose layouts a candidate is to be no slower than."""
+    return EXPERTS if each.mesh.sizes[2] > 1 else EXPERTS[-1:]
 
 
 def closest_error(errors: Sequence[SbpcError]) -> SbpcError:
