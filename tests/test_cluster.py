@@ -20,8 +20,9 @@ from sbpc.errors import MeshError
 from sbpc.mesh import cluster as cluster_module
 from sbpc.mesh.cluster import CLUSTERS, COLLECTIVES, RANGES, UNBOUNDED, Rate
 from sbpc.mesh.collectives import WIRE, Way
+from sbpc.passes.schedule.choice import weighted
 from sbpc.plans.options import Options
-from sbpc.plans.timeline import ACROSS, Clock, Work
+from sbpc.plans.timeline import ACROSS, COMPUTE, INSIDE, Clock, Work
 from tests import models
 from tests.random_plans import elsewhere, random_plan
 
@@ -351,3 +352,12 @@ def test_each_figure_of_a_named_cluster_says_where_it_is_from() -> None:
         assert path.stem == "ideal" or sorted(told) == sorted(read["figures"]), path.stem
         for text in read["sources"].values():
             assert text.split(":")[0] in ("data sheet", "published", "estimated", "measured", "no machine"), text
+
+
+def test_bounds_take_of_a_collective_what_its_bytes_take_on_the_fastest_way() -> None:
+    weights = {COMPUTE: 0.5, INSIDE: 0.2, ACROSS: 0.3}
+    for mesh, axes, kind in GROUPS:
+        lines, _ = mesh.lines(axes, kind)
+        weight = weights[INSIDE if mesh.inside(axes) else ACROSS]
+        ((start, each),), least = weighted(mesh, weights).lines(axes, kind)
+        assert (start, least) == (0.0, 0.0) and each == pytest.approx(weight * lines[-1][1], rel=1e-12)

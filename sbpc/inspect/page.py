@@ -300,7 +300,7 @@ def formulas(plan: Plan) -> list[dict[str, Any]]:
             "axis": mesh.key(t.step.axes),
             "sent": quantity(whole / count, "B"),
             "shape": str(list(t.shape)),
-            "math": Markup(mathml(sympy.factor(cost.wire_expr(t)[1]), printer="presentation")),
+            "math": Markup(mathml(sympy.factor(cost.sent_expr(t)), printer="presentation")),
         }
         for whole, count, t in found[:FORMULAS]
     ]

@@ -1,4 +1,4 @@
-"""How NCCL runs collectives: for each algorithm, what a message takes with the hops it makes and the bytes on each link.
+"""How NCCL runs collectives: for each algorithm, what a message takes by its hops and the bytes on each link.
 
 Hops and bytes are those of NCCL's own model (NVIDIA/nccl, src/graph/tuning.cc). What a hop takes, and which part of
 the bandwidth of a link is reached, stand in the files of clusters.

@@ -27,8 +27,8 @@ class Mesh:
     Axes are given outermost first and ranks are row-major, so the last axis is the innermost and has the fastest
     links. The names mean nothing to the solver: what you call `data` may well serve tensor parallelism, if that is
     cheaper; pins decide where you want to. cluster: what computing and sending cost; a `Cluster`, the name of one
-    ("a100", "h100", "h200", "b200", "perlmutter", "frontier", "workstation", "ethernet"), or None for "ideal". There a byte costs as
-    much as a flop and nothing else costs: it shows what a plan can do, and predicts no real machine.
+    ("a100", "h100", "h200", "b200", "perlmutter", "frontier", "workstation", "ethernet"), or None for "ideal". There a
+    byte costs as much as a flop and nothing else costs: it shows what a plan can do, and predicts no real machine.
 
     >>> mesh = Mesh(data=2, tensor=4)
     >>> mesh, mesh.ranks, mesh.coordinates(5), mesh.rank((1, 1))

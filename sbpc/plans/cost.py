@@ -264,8 +264,7 @@ class Cost:
         own = (*mesh.axes, *map(mesh.key, mesh.runs()))
         terms: dict[str, list[Any]] = {key: [] for key in self.bytes_sent if key in own}
         for transfer, count in self.transfers:
-            sent = WIRE[transfer.step.collective](*self.group_expr(transfer))[1]
-            terms[mesh.key(transfer.step.axes)].append(count * sent)
+            terms[mesh.key(transfer.step.axes)].append(count * self.sent_expr(transfer))
         return {key: sympy.Add(*each) for key, each in terms.items()}
 
     @functools.cached_property
@@ -273,6 +272,10 @@ class Cost:
         """`memory["total"]` as a formula: put all numbers in at once, `memory_expr.xreplace({symbols["b"]: 64,
         ...})`, as sympy's `subs` takes long to compare the terms of a maximum."""
         return self.terms.memory_of([self.symbols[name] for name in self.terms.mesh.axes])
+
+    def sent_expr(self, transfer: Transfer) -> Any:
+        """Returns the bytes that a rank sends in one collective as a formula."""
+        return WIRE[transfer.step.collective](*self.group_expr(transfer))[1]
 
     def group_expr(self, transfer: Transfer) -> tuple[Any, Any]:
         """Returns the ranks of one collective and the bytes of its block as formulas."""

@@ -3,8 +3,9 @@
 A program runs its nodes in order. A kernel takes the computing stream. A collective starts where it stands, as soon
 as its link is free, and goes on beside the kernels that follow, up to the node that waits for it. One that nobody
 waits for apart is waited for where it stands. Collectives of one bucket (`meta["bucket"]`) are one: the first takes
-its whole time, each other one what it makes the message longer, and all end together. Durations are those of the busiest rank, as
-in `Cost`; where the cluster says so, both take longer while a kernel and a collective run beside each other.
+its whole time, each other one what it makes the message longer, and all end together. Durations are those of the
+busiest rank, as in `Cost`; where the cluster says so, both take longer while a kernel and a collective run beside each
+other.
 """
 
 from __future__ import annotations
