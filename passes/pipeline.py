@@ -276,6 +276,7 @@ def objective_mesh(mesh: Mesh, objective: str) -> Mesh:
         memory_bandwidth=inf,
         launch=0.0,
         collectives=(),
+        ways=(),
         ranks_per_node=1 << 30,
         intra_latency=0.0,
         inter_latency=0.0,

@@ -13,6 +13,7 @@ import pytest
 import sbpc
 from sbpc import Mesh
 from sbpc.cli.main import main
+from sbpc.mesh.cluster import CLUSTERS, Cluster
 from sbpc.passes.pipeline import PASSES
 from tests import models
 
@@ -311,6 +312,17 @@ def test_a_file_that_is_no_plan_is_refused(capsys, tmp_path):
     file = tmp_path / "text.sbpc"
     file.write_text("hello")
     assert "is no plan" in refused(capsys, "show", file)
+
+
+def test_clusters_are_listed_with_what_their_figures_are_from(capsys, tmp_path):
+    sbpc.Mesh(data=2, cluster="h100").cluster.save(tmp_path / "mine.json")
+    assert run("clusters") == 0
+    told = capsys.readouterr().out
+    assert all(name in told for name in CLUSTERS) and "data sheet: NVIDIA DGX H100" in told
+    assert run("clusters", "a100", str(tmp_path / "mine.json"), "--json") == 0
+    found = [Cluster.of(each, "printed") for each in json.loads(capsys.readouterr().out)]
+    assert found == [CLUSTERS["a100"], CLUSTERS["h100"]]
+    assert "no cluster is called 'z100'" in refused(capsys, "clusters", "z100")
 
 
 def test_wrong_arguments_end_with_2(capsys):

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 
 import sbpc
 from sbpc import Cluster, Mesh
 from sbpc.api.planning import prepare
+from sbpc.boxing.steps import step_cost
 from sbpc.errors import MeshError
+from sbpc.mesh import cluster as cluster_module
 from sbpc.mesh.cluster import CLUSTERS, COLLECTIVES, RANGES, UNBOUNDED, Rate
+from sbpc.mesh.collectives import WIRE, Way
+from sbpc.passes.schedule.choice import weighted
 from sbpc.plans.options import Options
+from sbpc.plans.timeline import ACROSS, COMPUTE, INSIDE, Clock, Work
 from tests import models
 from tests.random_plans import elsewhere, random_plan
 
 H100 = CLUSTERS["h100"]
+RING = dataclasses.replace(H100, ways=())  # all collectives as rings
 MEASURED = dataclasses.replace(
     H100,
     name="measured",
@@ -115,14 +123,18 @@ ENDS = [(name, end, number) for name, (_, *ends) in RANGES.items() for end, numb
 
 
 def at_end(name: str, number: float) -> Mesh:
-    """A mesh of a cluster with one figure, or one of every rate, at an end of its range."""
+    """A mesh of a cluster with one figure, or one of every rate or way, at an end of its range."""
+    cluster = dataclasses.replace(H100, ranks_per_node=2)
+    if name in vars(Way):
+        ways = tuple(dataclasses.replace(way, **{name: number}) for way in H100.ways)
+        return Mesh(a=2, b=2, cluster=dataclasses.replace(cluster, ways=ways))
     rates = tuple(Rate(kind, **({name: number} if name in vars(Rate) else {})) for kind in COLLECTIVES)
     figures: dict[str, Any] = {} if name in vars(Rate) else {name: number}
-    return Mesh(a=2, b=2, cluster=dataclasses.replace(H100, collectives=rates, ranks_per_node=2, **figures))
+    return Mesh(a=2, b=2, cluster=dataclasses.replace(cluster, collectives=rates, **figures))
 
 
 def test_no_figure_in_its_range_makes_a_cost_overflow() -> None:
-    plan = random_plan(sbpc.plan(*models.unused_parameter(), Mesh(a=2, b=2, cluster=H100), objective="serial"), seed=1)
+    plan = random_plan(sbpc.plan(*models.unused_parameter(), Mesh(a=2, b=2, cluster=RING), objective="serial"), seed=1)
     assert {transfer.step.collective for transfer, _ in plan.cost.transfers} >= set(COLLECTIVES)
     for name, _, number in ENDS:
         cost = elsewhere(plan, at_end(name, number)).cost
@@ -216,3 +228,136 @@ def test_bytes_on_the_wire_are_those_of_the_backend() -> None:
     assert sent["reduce_scatter"] > 0
     assert plan.cost.bytes_on_wire["data"] == pytest.approx(sum(sent.values()))
     assert plan.cost.bytes_sent["data"] == pytest.approx(sent["reduce_scatter"] / 2 + sent["other"])
+
+
+KINDS = sorted(WIRE)
+SIZES = [2**at for at in range(0, 36, 3)]
+MESHES = [Mesh(d=48, t=8, cluster="h100"), Mesh(d=4, t=2, cluster="a100"), Mesh(d=3, t=6, cluster="perlmutter"), Mesh(d=6, t=2, cluster="frontier"),
+          Mesh(d=16, t=4, cluster="b200"), Mesh(d=2, t=4, cluster="workstation")]  # fmt: skip
+GROUPS = [(mesh, axes, kind) for mesh in MESHES for axes in mesh.runs() for kind in KINDS]
+
+
+def seconds_of(mesh: Mesh, axes: tuple[int, ...], kind: str, block: float) -> float:
+    """What a collective takes by its lines."""
+    lines, least = mesh.lines(axes, kind)
+    return max(least, min(start + each * block for start, each in lines))
+
+
+def test_small_messages_over_many_ranks_take_the_rounds_of_a_tree() -> None:
+    found = seconds_of(Mesh(d=1024, cluster="h100"), (0,), "all_reduce", 1000)
+    base, chain, levels = 6.8e-6, 2 * 7 * 0.6e-6, 2 * 7 * 5e-6  # 8 ranks on each of 128 nodes
+    assert found == pytest.approx(base + chain + levels, rel=0.01)
+    assert seconds_of(Mesh(d=1024, cluster=RING), (0,), "all_reduce", 1000) > 28e-3
+
+
+def test_large_messages_run_at_the_published_rates() -> None:
+    def bus(cluster: Cluster, ranks: int, kind: str) -> float:
+        block = 16e9 if kind == "all_reduce" else 16e9 / ranks
+        sent = WIRE[kind](ranks, block)[1]
+        return float(sent / seconds_of(Mesh(d=ranks, cluster=cluster), (0,), kind, block))
+
+    plain = dataclasses.replace(H100, ways=tuple(way for way in H100.ways if "nvls" not in way.algorithm))
+    assert bus(H100, 8, "all_reduce") == pytest.approx(480e9, rel=0.02)  # NVLink SHARP
+    assert bus(plain, 8, "all_reduce") == pytest.approx(367e9, rel=0.02)
+    assert bus(H100, 8, "all_gather") == pytest.approx(361e9, rel=0.03)
+    assert bus(H100, 4, "all_reduce") == pytest.approx(363e9, rel=0.03)  # where SHARP does not pay
+    assert bus(H100, 16, "all_to_all") == pytest.approx(16 / 15 * 15 / 8 * 0.907 * 50e9 * 15 / 16, rel=0.01)
+    assert bus(CLUSTERS["a100"], 8, "all_reduce") == pytest.approx(235e9, rel=0.02)
+
+
+def test_longer_messages_take_longer_and_gain_by_going_together() -> None:
+    for mesh, axes, kind in GROUPS:
+        found = [seconds_of(mesh, axes, kind, size) for size in SIZES]
+        assert found == sorted(found)
+        for small, large in itertools.pairwise(SIZES):
+            apart = seconds_of(mesh, axes, kind, small) + seconds_of(mesh, axes, kind, large)
+            assert seconds_of(mesh, axes, kind, small + large) <= apart
+
+
+def sent_at_least(mesh: Mesh, axes: tuple[int, ...], kind: str, block: float) -> float:
+    """Seconds for what must leave a rank, and what must leave a node, at the full bandwidth of the data sheet."""
+    ranks, nodes = (
+        math.prod(mesh.sizes[at] for at in axes),
+        float(mesh.nodes(axes, math.prod(mesh.sizes[at] for at in axes))),
+    )
+    _, bandwidth, _ = mesh.link(axes, kind)
+    if nodes == 1:  # a switch adds up: of an all_reduce each rank sends all it has once
+        return (block if kind == "all_reduce" else (ranks - 1) * block) / bandwidth
+    there = ranks / nodes
+    left = {"all_reduce": block, "all_to_all": there * (ranks - there) * block}
+    return left.get(kind, (ranks - there) * block) / bandwidth
+
+
+def test_no_collective_beats_its_links() -> None:
+    for mesh, axes, kind in GROUPS:
+        if math.prod(mesh.sizes[at] for at in axes) > 1:
+            for size in SIZES:
+                assert seconds_of(mesh, axes, kind, size) >= sent_at_least(mesh, axes, kind, size)
+
+
+def test_formulas_have_every_way_and_give_the_numbers_of_the_cheapest() -> None:
+    model, args = models.mlp(batch=96)
+    for mesh in (Mesh(d=2, e=6, t=2, cluster="h100"), Mesh(d=8, t=4, cluster="perlmutter")):
+        plan = random_plan(sbpc.plan(model, args, mesh, objective="serial"), seed=1)
+        assert plan.cost.subs() == pytest.approx(plan.cost.seconds, rel=1e-9)
+        for transfer, _ in plan.cost.transfers[:40]:
+            step, formula = transfer.step, plan.cost.transfer_expr(transfer)
+            lines, _ = mesh.lines(step.axes, step.collective)
+            kind = formula.replace(lambda part: isinstance(part, sympy.Min) and len(part.args) > 2, lambda part: part)
+            assert len(lines) == 1 or any(len(part.args) >= len(lines) for part in kind.atoms(sympy.Min))
+
+
+def test_formulas_at_other_sizes_and_rates_are_the_cost_there() -> None:
+    model, args = models.mlp(batch=96)
+    plan = random_plan(sbpc.plan(model, args, Mesh(d=4, t=8, cluster="h100"), objective="serial"), seed=3)
+    seen = set()
+    for transfer, _ in plan.cost.transfers:
+        step, even = transfer.step, dataclasses.replace(transfer, shape=(1 << 12,) * len(transfer.shape))
+        for sizes in ({"d": 2, "t": 8}, {"d": 64, "t": 8}, {"d": 2, "t": 4}, {"d": 1, "t": 8}, {"d": 1, "t": 1}):
+            there, ranks = Mesh(cluster="h100", **sizes), math.prod(list(sizes.values())[at] for at in step.axes)
+            if ranks > 1 and (
+                there.inside(step.axes) != plan.mesh.inside(step.axes) or (0 in step.axes and sizes["t"] < 8)
+            ):
+                continue  # formulas stay inside a node, or across nodes, and groups share links as they did
+            known = {plan.cost.symbols[name]: sizes.get(name, number) for name, number in plan.cost.numbers.items()}
+            for itemsize in (1, 1000, 1000000):  # other ways are the cheapest for other sizes of messages
+                formula = plan.cost.transfer_expr(dataclasses.replace(even, itemsize=itemsize)).xreplace(known)
+                number = step_cost(step, even.shape, itemsize, there)[0]
+                assert float(formula) == pytest.approx(number, rel=1e-9)
+                seen.add((step.collective, step.axes, ranks))
+    assert {(kind, (0,), 64) for kind in KINDS} <= seen and {axes for _, axes, _ in seen} == {(0,), (1,), (0, 1)}
+
+
+def test_what_goes_in_one_message_takes_what_the_message_takes() -> None:
+    works = [
+        Work(ACROSS, 3.0, 2.5, 1.0, ((1.0, 2.0), (2.5, 0.5))),
+        Work(ACROSS, 6.0, 5.0, 4.0, ((1.0, 2.0), (2.5, 0.5))),
+    ]
+    clock = Clock(H100)
+    for work in works:
+        clock.take(work, "message", True)
+    assert clock.last["message"].end == min(1.0 + 2.0 * 5.0, 2.5 + 0.5 * 5.0)
+
+
+def test_what_was_measured_of_a_collective_counts_more_than_the_ways_of_the_library() -> None:
+    mesh = Mesh(data=4, tensor=8, cluster=MEASURED)
+    assert mesh.ways((1,), "all_reduce") == [] and mesh.ways((1,), "all_gather")
+    assert mesh.lines((1,), "all_reduce") == (((14 * 2e-5, 14 / 8 / (0.9 * H100.intra_bandwidth)),), 0.0)
+
+
+def test_each_figure_of_a_named_cluster_says_where_it_is_from() -> None:
+    for path in sorted(Path(cluster_module.__file__).with_name("clusters").glob("*.json")):
+        read = json.loads(path.read_text())
+        told = " ".join(read["sources"]).split()
+        assert path.stem == "ideal" or sorted(told) == sorted(read["figures"]), path.stem
+        for text in read["sources"].values():
+            assert text.split(":")[0] in ("data sheet", "published", "estimated", "measured", "no machine"), text
+
+
+def test_bounds_take_of_a_collective_what_its_bytes_take_on_the_fastest_way() -> None:
+    weights = {COMPUTE: 0.5, INSIDE: 0.2, ACROSS: 0.3}
+    for mesh, axes, kind in GROUPS:
+        lines, _ = mesh.lines(axes, kind)
+        weight = weights[INSIDE if mesh.inside(axes) else ACROSS]
+        ((start, each),), least = weighted(mesh, weights).lines(axes, kind)
+        assert (start, least) == (0.0, 0.0) and each == pytest.approx(weight * lines[-1][1], rel=1e-12)

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from sbpc.boxing.paths import path
-from sbpc.boxing.steps import wire
+from sbpc.boxing.steps import step_cost
 from sbpc.graph.operands import shape_of
 from sbpc.graph.ports import PARAMETER, placeholders
 from sbpc.inspect.explain import Moved
-from sbpc.mesh.cluster import collective_seconds
 from sbpc.mesh.layout_codes import decode
 from sbpc.passes.assign.space import Space
 from sbpc.solver import star
@@ -61,11 +60,10 @@ def moved_by(space: Space, edge: Edge, labels: Labels) -> Iterator[Moved]:
     about = node if reader >= len(space.nodes) or space.nodes[reader].op == "placeholder" else space.nodes[reader]
     module, phase = module_of(space, space.number[about]), about.meta.get("phase", "forward")
     for step in path(decode(before, mesh.axes), decode(after, mesh.axes), *shape_of(node, index), mesh):
-        rounds, sent = wire(step, *shape_of(node, index), mesh.sizes)
-        taken = float(collective_seconds(rounds, sent, *mesh.link(step.axes, step.collective))) if rounds else 0.0
+        taken, sent = step_cost(step, *shape_of(node, index), mesh)
         states = str(step.before), str(step.after)
         yield Moved(
-            step.collective, mesh.key(step.axes), node.name, module, phase, *states, share * float(sent), share * taken
+            step.collective, mesh.key(step.axes), node.name, module, phase, *states, share * sent, share * taken
         )
 
 

@@ -194,7 +194,8 @@ def has_latency(mesh: Mesh) -> bool:
     """Returns whether a collective on a mesh takes longer than its bytes do."""
     cluster = mesh.cluster
     return bool(
-        cluster.intra_latency
+        cluster.ways
+        or cluster.intra_latency
         or cluster.inter_latency
         or any(rate.latency or rate.least for rate in cluster.collectives)
     )
@@ -211,6 +212,10 @@ def weighted(mesh: Mesh, weights: Weights) -> Mesh:
         for rate in sorted(cluster.collectives, key=lambda rate: rate.link is None)
         for name in ([rate.link] if rate.link else LINKS)
     ]
+    ways = [
+        replace(way, base=0.0, intra=0.0, inter=0.0, most=way.most / link["inter"] if link["inter"] else math.inf)
+        for way in cluster.ways
+    ]
     scaled = replace(
         cluster,
         name="weighted",
@@ -218,6 +223,7 @@ def weighted(mesh: Mesh, weights: Weights) -> Mesh:
         memory_bandwidth=cluster.memory_bandwidth / compute,
         launch=cluster.launch * compute,
         collectives=tuple(rates),
+        ways=tuple(ways),
         intra_latency=0.0,
         intra_bandwidth=cluster.intra_bandwidth / link["intra"] if link["intra"] else math.inf,
         inter_latency=0.0,

@@ -178,10 +178,11 @@ def subsets(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def links(mesh: Mesh, direction: int = 1) -> tuple[Any, ...]:
-    """Returns the sizes of the axes from one end to the other, and the link of every run of neighbouring axes."""
+    """Returns the sizes of the axes from one end to the other, and what is sent over every run of neighbouring axes
+    takes."""
     count = len(mesh.axes) - 1
     runs = mesh.runs() if direction > 0 else [tuple(count - axis for axis in reversed(run)) for run in mesh.runs()]
-    return mesh.sizes[::direction], tuple(mesh.link(run, kind) for run in runs for kind in COLLECTIVES)
+    return mesh.sizes[::direction], tuple(mesh.lines(run, kind) for run in runs for kind in COLLECTIVES)
 
 
 def stored_sizes(gm: GraphModule) -> list[int]:

@@ -9,17 +9,16 @@ zero.
 from __future__ import annotations
 
 import functools
-import math
 
 import numpy as np
 
 from sbpc.boxing.shortest_paths import Edges
-from sbpc.boxing.steps import WIRE, Kind, Step, all_layouts, all_steps
+from sbpc.boxing.steps import Kind, Step, all_layouts, all_steps
 from sbpc.errors import LayoutError
 from sbpc.mesh.layout import Layout, cut
 from sbpc.mesh.layout_codes import NAMES, SUM, WHOLE, Array, decode, encode, joined, states_of
 from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.states import Axes, Numbers, Partial, Shape
+from sbpc.mesh.states import Numbers, Partial, Shape
 
 CLOSE = 1e-12  # two sums of the same costs in another order differ by less than this fraction
 
@@ -160,9 +159,12 @@ class _Prices:
         ranks = np.where(graph.cut, np.array(mesh.sizes)[:, None, None], 1)
         local = cut(np.array(shape, dtype=np.int64), range(len(mesh.axes)), ranks)  # [layouts, dims]
         block = np.minimum(local[graph.source], local[graph.target]).astype(float).prod(axis=1)
-        price = np.array([_price(collective, axes, mesh) for collective, axes in graph.kinds]).reshape(-1, 3)
-        start, each, least = price[graph.kind].T
-        self.seconds = np.maximum(start + each * itemsize * block, least)
+        lines, least = zip(*(mesh.lines(axes, collective) for collective, axes in graph.kinds))
+        taken = np.full(len(block), np.inf)
+        for way in range(max(map(len, lines))):
+            start, each = np.array([line[min(way, len(line) - 1)] for line in lines])[graph.kind].T
+            taken = np.minimum(taken, start + each * (itemsize * block))
+        self.seconds = np.maximum(taken, np.array(least)[graph.kind])
 
     def row(self, source: int) -> Array:
         return self.rows([source])[0]
@@ -172,15 +174,6 @@ class _Prices:
         fresh = [at for at in dict.fromkeys(sources) if at not in self._rows]
         self._rows.update(zip(fresh, self.graph.edges.totals(self.seconds, np.array(fresh, dtype=np.int64))))
         return np.stack([self._rows[at] for at in sources])
-
-
-def _price(collective: str, axes: Axes, mesh: Mesh) -> tuple[float, float, float]:
-    """Seconds of a step of no bytes, seconds more for each byte of its block, and seconds that it takes at least."""
-    if collective not in WIRE:
-        return 0.0, 0.0, 0.0
-    latency, bandwidth, least = mesh.link(axes, collective)
-    rounds, blocks = WIRE[collective](math.prod(mesh.sizes[at] for at in axes), 1)
-    return rounds * latency, blocks / bandwidth, least
 
 
 _graph = functools.lru_cache(maxsize=64)(_Graph)

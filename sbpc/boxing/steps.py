@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from sbpc.mesh.collectives import WIRE, seconds_on
 from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.layout_codes import (
     EXTREMES,
@@ -30,6 +31,7 @@ from sbpc.mesh.layout_codes import (
     pairs,
     states_of,
 )
+from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import Axes, Broadcast, Numbers
 
 KIND = "S" * WHOLE + "BPPP"  # by code of a state
@@ -41,14 +43,6 @@ COLLECTIVE = {
     "BS": "slice",
     "BP": "keep",  # on coordinate 0 of the axis, zeros elsewhere
     "SP": "pad",  # with zeros
-}
-# p ranks in a group, each sending to its neighbour on the ring; n bytes of one block, the largest that the group has.
-# The block of an all_reduce is what one rank holds; of the others, a chunk of it. Steps that are not here are local.
-WIRE = {
-    "all_gather": lambda p, n: (p - 1, (p - 1) * n),
-    "reduce_scatter": lambda p, n: (p - 1, (p - 1) * n),
-    "all_to_all": lambda p, n: (p - 1, (p - 1) * n),
-    "all_reduce": lambda p, n: (2 * (p - 1), 2 * (p - 1) * n / p),
 }
 Kind = tuple[str, Axes]  # a collective, and the axes over which it goes
 
@@ -122,10 +116,30 @@ def wire(
     """
     if step.collective not in WIRE:
         return 0, 0
+    return WIRE[step.collective](*group(step, shape, itemsize, sizes, symbols, dims))
+
+
+def group(
+    step: Step,
+    shape: Numbers,
+    itemsize: int,
+    sizes: Numbers,
+    symbols: Sequence[Any] | None = None,
+    dims: Sequence[Any] = (),
+) -> tuple[Any, Any]:
+    """Ranks of a group of a collective, and the bytes of its block (see WIRE). Arguments as those of `wire`."""
     cuts = [max(step.before.cuts.get(dim, ()), step.after.cuts.get(dim, ()), key=len) for dim in range(len(shape))]
     ranks = sizes if symbols is None else symbols
-    block = itemsize * numel(shape, cuts, sizes, symbols, dims)
-    return WIRE[step.collective](math.prod(ranks[at] for at in step.axes), block)
+    return math.prod(ranks[at] for at in step.axes), itemsize * numel(shape, cuts, sizes, symbols, dims)
+
+
+def step_cost(step: Step, shape: Numbers, itemsize: int, mesh: Mesh) -> tuple[float, float]:
+    """Seconds of a step on the busiest rank, and the bytes that it sends by the textbook; zeros for a local one."""
+    if step.collective not in WIRE:
+        return 0.0, 0.0
+    ranks, block = group(step, shape, itemsize, mesh.sizes)
+    lines, least = mesh.lines(step.axes, step.collective)
+    return max(seconds_on(lines, block), least), float(WIRE[step.collective](ranks, block)[1])
 
 
 # --- all layouts and steps as arrays: see `sbpc.mesh.layout_codes` ---------------------------------------------------

@@ -9,12 +9,12 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from sbpc.cli.commands import convert, demo, diff, explain, export, plan, probe, profile, run, show, sweep
+from sbpc.cli.commands import clusters, convert, demo, diff, explain, export, plan, probe, profile, run, show, sweep
 from sbpc.cli.target import USAGE
 from sbpc.errors import SbpcError
 from sbpc.runtime.start.launch import RankError
 
-COMMANDS = (plan, show, explain, diff, run, export, convert, sweep, probe, profile, demo)
+COMMANDS = (plan, show, explain, diff, run, export, convert, sweep, clusters, probe, profile, demo)
 EPILOG = f"""{USAGE}
 
   sbpc plan  train.py:model --mesh data=2,tensor=2
@@ -28,6 +28,7 @@ EPILOG = f"""{USAGE}
   sbpc convert checkpoints -o weights.safetensors
   sbpc sweep train.py:model --devices 64 --cluster h100
   sbpc probe train.py:model -o rules.txt
+  sbpc clusters
   sbpc profile -o cluster.json
 
 Exit codes: 0 all is well, 1 the plans that `diff` compares differ,

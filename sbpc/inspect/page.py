@@ -12,7 +12,7 @@ from markupsafe import Markup
 from sympy.printing.mathml import mathml
 from torch.fx import GraphModule, Node
 
-from sbpc.boxing.steps import wire
+from sbpc.boxing.steps import step_cost, wire
 from sbpc.graph.operands import value_of
 from sbpc.inspect.explain import Alternative
 from sbpc.inspect.graph_rows import ValueRow, graph_rows
@@ -23,7 +23,6 @@ from sbpc.inspect.page_stages import chunk_row, schedule, stage_memory
 from sbpc.inspect.picture import HUES, clean, template
 from sbpc.inspect.report import boxings, chips_of, collectives, least, numberless, spans
 from sbpc.inspect.tables import quantity
-from sbpc.mesh.cluster import collective_seconds
 from sbpc.plans.options import BYTES, NONE
 from sbpc.plans.plan import Plan
 from sbpc.plans.timeline import Event
@@ -250,10 +249,9 @@ def traffic(plan: Plan) -> list[dict[str, Any]]:
     found, mesh = dict[tuple[str, str, str, str], list[float]](), plan.inner
     for node, times in boxings(plan):
         step, value = node.meta["step"], node.meta["val"]
-        rounds, sent = wire(step, tuple(value.shape), value.element_size(), mesh.sizes)
-        taken = float(collective_seconds(rounds, sent, *mesh.link(step.axes, step.collective))) if rounds else 0.0
+        taken, sent = step_cost(step, tuple(value.shape), value.element_size(), mesh)
         key = numberless(module_of(node)), node.meta.get("phase", "forward"), step.collective, mesh.key(step.axes)
-        found[key] = [a + b * times for a, b in zip(found.get(key, [0.0, 0.0, 0.0]), (1, float(sent), taken))]
+        found[key] = [a + b * times for a, b in zip(found.get(key, [0.0, 0.0, 0.0]), (1, sent, taken))]
     order = sorted(found.items(), key=lambda item: (-item[1][2], -item[1][1], item[0]))
     most = order[0][1][2] or 1.0 if order else 1.0
     return [
@@ -302,7 +300,7 @@ def formulas(plan: Plan) -> list[dict[str, Any]]:
             "axis": mesh.key(t.step.axes),
             "sent": quantity(whole / count, "B"),
             "shape": str(list(t.shape)),
-            "math": Markup(mathml(sympy.factor(cost.wire_expr(t)[1]), printer="presentation")),
+            "math": Markup(mathml(sympy.factor(cost.sent_expr(t)), printer="presentation")),
         }
         for whole, count, t in found[:FORMULAS]
     ]

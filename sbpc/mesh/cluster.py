@@ -14,6 +14,7 @@ import numpy as np
 import sympy
 
 from sbpc.errors import MeshError, check_kinds, is_name, is_number, read_json, shown
+from sbpc.mesh.collectives import ALGORITHMS, PLACES, Way
 
 LINKS = ("intra", "inter")
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
@@ -25,8 +26,8 @@ RANGES = {  # of every figure its unit, the least and the most: wide, but no cos
     for names, limits in {
         "peak": ("flop/s", 1.0, 1e30),
         "memory": ("bytes", 1.0, 1e30),
-        "memory_bandwidth intra_bandwidth inter_bandwidth": ("bytes/s", 1.0, 1e30),
-        "launch intra_latency inter_latency latency least start": ("seconds", 0.0, 1e6),
+        "memory_bandwidth intra_bandwidth inter_bandwidth most": ("bytes/s", 1.0, 1e30),
+        "launch intra_latency inter_latency latency least start base intra inter": ("seconds", 0.0, 1e6),
         "efficiency traffic": ("", 1e-12, 1e12),
         "hidden": ("", 0.0, 1.0),
         "sharing kernels_beside links_beside": ("times", 1.0, 1e6),
@@ -61,8 +62,9 @@ class Cluster:
     peak: flop/s of one device. memory_bandwidth: bytes/s of its memory. launch: seconds, the least that a kernel
     takes. ranks_per_node: how many ranks share a node. intra_* and inter_*: seconds of latency for one round of a
     collective, and bytes/s: what one rank sends inside a node, and what one *node* sends to the others. memory:
-    bytes of one device. collectives: where one runs otherwise than in those figures. source: where the figures are
-    from.
+    bytes of one device. collectives: where one runs otherwise than in those figures. ways: how the library runs those
+    collectives of which `collectives` says nothing: each as it is fastest for the size of a message; without, as
+    rings. source: where the figures are from.
 
     hidden: which part of a kernel's multiplying, moving and starting the longest of them hides: with 1 it takes as
     long as that one, with 0 as all three. All this is so where all ranks compute, and nothing else goes on. sharing:
@@ -72,12 +74,12 @@ class Cluster:
     a kernel takes as a product of as many flops. start: seconds of computing that it costs a rank to start a
     collective that then runs beside kernels.
 
-    Named clusters (see `Mesh`) have published figures, for bfloat16 on GPUs: they order plans, but no device reaches
-    them. On an H200 a GPT of wide layers took 1.4 x as long as they say. `sbpc profile -o cluster.json`, alone or
-    under torchrun, measures yours: of each collective the latency of a round, the rate, and what a small message
-    takes at least. With `--links h100` it measures devices alone, one is enough, and takes the links as published;
-    the same GPT then took 0.95 x of what was told. `Cluster.load("cluster.json")` reads that file, and so does
-    `--cluster cluster.json`.
+    Named clusters (see `Mesh`; `sbpc clusters` lists them) have published figures, for bfloat16 on GPUs, and run
+    collectives as NCCL does. They order plans, but no device reaches their peaks: on an H200 a GPT of wide layers took
+    1.4 x as long as they say. `sbpc profile -o cluster.json`, alone or under torchrun, measures yours: of each
+    collective the latency of a round, the rate, and what a small message takes at least. With `--links h100` it
+    measures devices alone, one is enough, and takes the links as published; the same GPT then took 0.95 x of what was
+    told. `Cluster.load("cluster.json")` reads that file, and so does `--cluster cluster.json`.
 
     >>> cluster = Cluster("two nodes", 100e12, 1e12, 4e-6, 8, 3e-6, 100e9, 14e-6, 25e9)
     >>> cluster.ranks_per_node, cluster.inter_bandwidth
@@ -105,6 +107,7 @@ class Cluster:
     attention: float = 1.0
     convolution: float = 1.0
     start: float = 0.0
+    ways: tuple[Way, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("name", "source"):
@@ -114,11 +117,18 @@ class Cluster:
                 )
         check_count(f"cluster {self.name!r}: ranks_per_node", self.ranks_per_node, 1)
         check_figures(f"cluster {self.name!r}: ", self)
-        if not isinstance(self.collectives, tuple) or not all(isinstance(rate, Rate) for rate in self.collectives):
-            what = f"cluster {self.name!r}: collectives is {shown(self.collectives)}"
-            raise MeshError(f"{what}\n  It is a tuple of rates.")
+        for name, (kind, word) in PARTS.items():
+            value = getattr(self, name)
+            if not isinstance(value, tuple) or not all(isinstance(each, kind) for each in value):
+                raise MeshError(f"cluster {self.name!r}: {name} is {shown(value)}\n  It is a tuple of {word}s.")
         for rate in self.collectives:
             check_rate(self.name, rate)
+        for way in self.ways:
+            check_way(self.name, way)
+
+    def __hash__(self) -> int:
+        """Of few figures, as meshes are looked up often."""
+        return hash((self.name, self.peak, self.intra_bandwidth, self.inter_bandwidth, len(self.collectives)))
 
     @property
     def taken(self) -> float:
@@ -135,30 +145,38 @@ class Cluster:
     def rate(self, collective: str, ranks: int, link: str) -> Rate:
         """Returns how a collective runs over groups of `ranks` on `link`: as given for this link and the nearest
         group size."""
-        fitting = [rate for rate in self.collectives if rate.collective == collective and rate.link in (link, None)]
 
         def distance(rate: Rate) -> tuple[float, bool]:
             return (math.inf if rate.ranks is None else abs(math.log(rate.ranks / ranks)), rate.link is None)
 
-        return min(fitting, key=distance, default=Rate(collective))
+        return min(self.rates(collective, link), key=distance, default=Rate(collective))
+
+    def rates(self, collective: str, link: str) -> list[Rate]:
+        """Returns what was measured of a collective on `link`."""
+        return [rate for rate in self.collectives if rate.collective == collective and rate.link in (link, None)]
 
     def figures(self) -> dict[str, Any]:
-        """Returns everything as JSON values; infinity is null, and what a rate leaves open is left out."""
+        """Returns everything as JSON values; infinity is null, and what a rate or a way leaves open is left out."""
         values = {name: None if value == math.inf else value for name, value in asdict(self).items()}
-        rates = [{name: value for name, value in asdict(r).items() if value is not None} for r in self.collectives]
-        return values | {"collectives": rates}
+        for part in PARTS:
+            rows = map(asdict, getattr(self, part))
+            values[part] = [
+                {name: value for name, value in row.items() if value not in (None, math.inf)} for row in rows
+            ]
+        return values
 
     @classmethod
     def of(cls, figures: Any, what: str) -> Cluster:
         """The cluster that `figures` describe. Raises MeshError, which begins with `what`, for missing or bad ones."""
         given = keyed(cls, figures, what)
-        rates = given.get("collectives", ())
-        if not isinstance(rates, (tuple, list)):
-            raise MeshError(f"{what}: collectives is {rates!r}\n  It is a list of rates, each with its collective.")
-        read = tuple(Rate(**keyed(Rate, rate, f"{what}: a rate of collectives")) for rate in rates)
-        open_ended = {name: math.inf for name, value in given.items() if value is None and name in UNBOUNDED}
+        given |= {name: math.inf for name, value in given.items() if value is None and name in UNBOUNDED}
+        for name, (kind, word) in PARTS.items():
+            rows = given.get(name, ())
+            if not isinstance(rows, (tuple, list)):
+                raise MeshError(f"{what}: {name} is {rows!r}\n  It is a list of {word}s, each a JSON object.")
+            given[name] = tuple(kind(**keyed(kind, row, f"{what}: a {word} of {name}")) for row in rows)
         try:
-            return cls(**(given | open_ended | {"collectives": read}))
+            return cls(**given)
         except MeshError as error:
             raise MeshError(f"{what}: {error}") from None
 
@@ -195,14 +213,14 @@ def keyed(cls: type, figures: Any, what: str) -> dict[str, Any]:
     return dict(figures)
 
 
-def check_figures(what: str, given: Cluster | Rate) -> None:
+def check_figures(what: str, given: Cluster | Rate | Way) -> None:
     """Raise MeshError, which begins with `what`, unless every figure is a number in its range, or left out where it
     may be."""
     for name, value in vars(given).items():
         if name not in RANGES or (value is None and getattr(type(given), name, ...) is None):
             continue
         unit, least, most = RANGES[name]
-        endless = name in UNBOUNDED
+        endless = name in UNBOUNDED or getattr(type(given), name, None) == math.inf
         if not is_number(value, (int, float)) or not (least <= value <= most or (endless and value == math.inf)):
             limits = f"from {least:g} to {most:g} {unit}".rstrip() + ", or infinite" * endless
             raise MeshError(f"{what}{name} is {shown(value)}\n  It is a number {limits}.")
@@ -226,99 +244,26 @@ def check_rate(cluster: str, rate: Rate) -> None:
     check_figures(what, rate)
 
 
-NCCL = "latencies: NCCL's own tuning table (ring, simple protocol); launch floor: estimated"
-CLUSTERS = {
-    cluster.name: cluster
-    for cluster in (
-        Cluster("ideal", 1e12, math.inf, 0.0, MOST, 0.0, 1e12, 0.0, 1e12, source="no machine: a byte costs a flop"),
-        Cluster(
-            "a100",
-            312e12,
-            2.039e12,
-            4e-6,
-            8,
-            3.4e-6,
-            300e9,
-            14e-6,
-            200e9,
-            memory=80e9,
-            source="NVIDIA DGX A100 80GB datasheet: bf16 dense, HBM2e, NVLink 3 in one direction, "
-            f"8 x 200 Gbit/s InfiniBand per node; {NCCL}",
-        ),
-        Cluster(
-            "h100",
-            989e12,
-            3.35e12,
-            4e-6,
-            8,
-            3.4e-6,
-            450e9,
-            14e-6,
-            400e9,
-            memory=80e9,
-            source="NVIDIA DGX H100 datasheet: bf16 dense, HBM3, NVLink 4 in one direction, "
-            f"8 x 400 Gbit/s InfiniBand per node; {NCCL}",
-        ),
-        Cluster(
-            "perlmutter",
-            312e12,
-            1.555e12,
-            4e-6,
-            4,
-            3.4e-6,
-            300e9,
-            14e-6,
-            100e9,
-            memory=40e9,
-            source="NERSC, Perlmutter architecture: 4 x A100 40GB (bf16 dense, HBM2), 12 links of NVLink 3 at 25 GB/s, "
-            f"4 x Slingshot 11 at 200 Gbit/s per node; {NCCL}",
-        ),
-        Cluster(
-            "frontier",
-            191.5e12,
-            1.6e12,
-            4e-6,
-            8,
-            5.7e-6,
-            50e9,
-            14e-6,
-            100e9,
-            memory=64e9,
-            source="OLCF, Frontier user guide: 8 dies (half an MI250X: bf16, HBM2e) per node, the slowest Infinity "
-            "Fabric "
-            "link of a ring through all 8 (50 GB/s of 50 to 200), 4 x Slingshot 11 at 200 Gbit/s per node; "
-            "latencies and launch floor: as for others, PCIe and network",
-        ),
-        Cluster(
-            "workstation",
-            154.8e12,
-            768e9,
-            4e-6,
-            4,
-            5.7e-6,
-            31.5e9,
-            14e-6,
-            1.25e9,
-            memory=48e9,
-            source="NVIDIA RTX A6000 datasheet: bf16 dense, GDDR6; 4 of them on PCIe 4.0 x16, without NVLink, "
-            f"10 Gbit/s Ethernet outside; {NCCL}",
-        ),
-        Cluster(
-            "ethernet",
-            0.97e12,
-            51.2e9,
-            5e-6,
-            1,
-            50e-6,
-            118.7e6,
-            50e-6,
-            118.7e6,
-            memory=32e9,
-            source="one 8-core desktop per rank (AMD Ryzen 7 5800X: 8 x 3.8 GHz x 32 flops in float32; DDR4-3200, two "
-            "channels), 1 Gbit/s Ethernet (1,460 of 1,538 bytes a frame); latency and launch floor: estimated",
-        ),
-    )
-}
+def check_way(cluster: str, way: Way) -> None:
+    """Raise MeshError unless a way makes sense."""
+    what = f"cluster {cluster!r}: of a way, "
+    for name, known in (("algorithm", ALGORITHMS), ("place", PLACES)):
+        if not isinstance(value := getattr(way, name), str) or value not in known:
+            raise MeshError(f"{what}{name} is {shown(value)}\n  Known are {', '.join(known)}.")
+    if not is_name(way.protocol):
+        raise MeshError(f"{what}protocol is {shown(way.protocol)}\n  It is a text of one line.")
+    check_figures(what, way)
+
+
+def read_named(path: Path) -> Cluster:
+    """Returns the cluster of a file of this package: figures, and by names of figures where they are from."""
+    read = json.loads(path.read_text())
+    source = " | ".join(f"{names}: {text}" for names, text in read["sources"].items())
+    return Cluster.of(read["figures"] | {"name": path.stem, "source": source}, path.name)
+
+
+PARTS: dict[str, tuple[type, str]] = {"collectives": (Rate, "rate"), "ways": (Way, "way")}
+CLUSTERS = {path.stem: read_named(path) for path in sorted(Path(__file__).with_name("clusters").glob("*.json"))}
 
 
 def named_cluster(name: str) -> Cluster:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sbpc.errors import MeshError, shown
 from sbpc.mesh.cluster import Cluster, Rate, named_cluster
+from sbpc.mesh.collectives import ALONE, INSIDE, TOGETHER, WIRE, Lines, Way, ceil_div, envelope, largest
 from sbpc.mesh.states import Axes, Numbers
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ class Mesh:
     Axes are given outermost first and ranks are row-major, so the last axis is the innermost and has the fastest
     links. The names mean nothing to the solver: what you call `data` may well serve tensor parallelism, if that is
     cheaper; pins decide where you want to. cluster: what computing and sending cost; a `Cluster`, the name of one
-    ("a100", "h100", "perlmutter", "frontier", "workstation", "ethernet"), or None for "ideal". There a byte costs as
-    much as a flop and nothing else costs: it shows what a plan can do, and predicts no real machine.
+    ("a100", "h100", "h200", "b200", "perlmutter", "frontier", "workstation", "ethernet"), or None for "ideal". There a
+    byte costs as much as a flop and nothing else costs: it shows what a plan can do, and predicts no real machine.
 
     >>> mesh = Mesh(data=2, tensor=4)
     >>> mesh, mesh.ranks, mesh.coordinates(5), mesh.rank((1, 1))
@@ -109,8 +110,8 @@ class Mesh:
         return list(grouped.values())
 
     def link(self, axes: Numbers, collective: str) -> tuple[float, float, float]:
-        """Returns, for one rank in a collective over `axes` (neighbours): seconds of latency of a round, bytes/s,
-        and the seconds that the collective takes at least.
+        """Returns, for one rank in a collective over `axes` (neighbours) that runs as a ring: seconds of latency of a
+        round, bytes/s, and the seconds that the collective takes at least.
 
         Groups that leave a node share its links: with `inner` ranks between two neighbours of a group, that many
         groups (at most a node full) cross at once.
@@ -122,6 +123,34 @@ class Mesh:
             latency, bandwidth = cluster.inter_latency, cluster.inter_bandwidth / sharing
         least = 0.0 if all(self.sizes[at] == 1 for at in axes) else rate.least
         return latency if rate.latency is None else rate.latency, bandwidth * rate.efficiency, least
+
+    def ways(self, axes: Numbers, collective: str) -> list[Way]:
+        """Returns the ways that the cluster's library has for a collective over `axes`: none where it runs as one
+        ring, or where it was measured."""
+        inside, cluster = self.inside(axes), self.cluster
+        if not cluster.ways or cluster.rates(collective, "intra" if inside else "inter"):
+            return []
+        place = INSIDE if inside else ALONE if self.neighbours(axes) == 1 else TOGETHER
+        return [way for way in cluster.ways if way.fits(collective, place)]
+
+    def neighbours(self, axes: Numbers) -> int:
+        """Returns how many ranks of a group over `axes` stand on one node, where it goes across nodes."""
+        return max(1, self.cluster.ranks_per_node // math.prod(self.sizes[max(axes) + 1 :]))
+
+    def nodes(self, axes: Numbers, ranks: Any) -> Any:
+        """Returns on how many nodes a group of `ranks` ranks over `axes` stands, as a number or a formula; at other
+        sizes it stays inside a node, or goes across, as it does here."""
+        if self.inside(axes):
+            return 1
+        if (each := self.neighbours(axes)) == 1:
+            return ranks
+        even = math.prod(self.sizes[at] for at in axes) % each == 0
+        return largest(1, ranks / each) if even else ceil_div(ranks, each)
+
+    def lines(self, axes: Numbers, collective: str) -> tuple[Lines, float]:
+        """Returns what a collective over `axes` takes for a block of n bytes, as lines of which the cheapest counts
+        (see `envelope`), and the seconds that it takes at least."""
+        return _lines(self, tuple(axes), collective)
 
     def inside(self, axes: Numbers) -> bool:
         """Returns whether the groups over `axes` stay inside a node."""
@@ -179,3 +208,16 @@ class Mesh:
 
     def __hash__(self) -> int:
         return hash((self.axes, self.sizes, self.cluster))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _lines(mesh: Mesh, axes: Axes, collective: str) -> tuple[Lines, float]:
+    ranks = math.prod(mesh.sizes[at] for at in axes)
+    if ranks == 1 or collective not in WIRE:
+        return ((0.0, 0.0),), 0.0
+    latency, bandwidth, least = mesh.link(axes, collective)
+    ways, nodes = mesh.ways(axes, collective), float(mesh.nodes(axes, ranks))
+    if ways:
+        return envelope(way.line(collective, ranks, nodes, bandwidth) for way in ways), 0.0
+    rounds, blocks = WIRE[collective](ranks, 1)
+    return ((float(rounds * latency), float(blocks / bandwidth)),), least

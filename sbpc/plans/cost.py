@@ -2,8 +2,8 @@
 symbols.
 
 Per rank, on the busiest one: a kernel takes max(flops / peak, bytes / memory bandwidth, launch), a collective takes
-rounds * latency + bytes / bandwidth, or what the collective takes at least (see `Mesh.link`). The step takes the sum
-of both.
+rounds * latency + bytes / bandwidth, or what the collective takes at least (see `Mesh.link`), or the least of what
+its ways take (see `Way`). The step takes the sum of both.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import sympy
 
-from sbpc.boxing.steps import Step, wire
+from sbpc.boxing.steps import Step, group, wire
 from sbpc.errors import PlanError, check_kinds
 from sbpc.mesh.cluster import collective_seconds
+from sbpc.mesh.collectives import WIRE, Min
 from sbpc.mesh.layout import cut, numel
 from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.states import Axes
 
 CHUNK = 1 << 13  # configurations that are evaluated at once: what fits into a cache
 
@@ -186,8 +188,9 @@ class Cost:
         for transfer, _ in self.transfers:
             latency, bandwidth, least = mesh.link(transfer.step.axes, transfer.step.collective)
             key = self.link_name(transfer.step)
-            numbers |= {f"latency_{key}": latency, f"bandwidth_{key}": bandwidth}
-            numbers |= {f"least_{key}": least} if least else {}
+            numbers |= {f"bandwidth_{key}": bandwidth}
+            if not mesh.ways(transfer.step.axes, transfer.step.collective):
+                numbers |= {f"latency_{key}": latency} | ({f"least_{key}": least} if least else {})
         return numbers | dict(self.terms.numbers)
 
     def link_name(self, step: Step) -> str:
@@ -226,13 +229,33 @@ class Cost:
                 work = kernel_work(kernel, mesh.sizes, sizes)
                 rates = s["peak"], s["memory_bandwidth"], s["launch"]
                 terms.append(count * mesh.cluster.kernel_seconds(kernel.op, *work, rates))
-        for transfer, count in self.transfers:
-            rounds, sent = self.wire_expr(transfer)
-            key = self.link_name(transfer.step)
-            # on one rank nothing is sent
-            least = s[f"least_{key}"] * sympy.Min(rounds, 1) if f"least_{key}" in s else 0
-            terms.append(count * collective_seconds(rounds, sent, s[f"latency_{key}"], s[f"bandwidth_{key}"], least))
+        terms += [count * self.transfer_expr(transfer) for transfer, count in self.transfers]
         return sympy.Add(*terms)
+
+    def transfer_expr(self, transfer: Transfer) -> sympy.Expr:
+        """Returns the seconds of one collective as a formula."""
+        s, step, key = self.symbols, transfer.step, self.link_name(transfer.step)
+        ranks, block = self.group_expr(transfer)
+        some = sympy.Min(ranks - 1, 1)  # on one rank nothing is sent
+        if lines := self.lines_expr(step.axes, step.collective, key):
+            return some * Min(*(start + block * each for start, each in lines))
+        rounds, sent = WIRE[step.collective](ranks, block)
+        least = s[f"least_{key}"] * some if f"least_{key}" in s else 0
+        return collective_seconds(rounds, sent, s[f"latency_{key}"], s[f"bandwidth_{key}"], least)
+
+    def lines_expr(self, axes: Axes, collective: str, key: str) -> list[tuple[Any, Any]]:
+        """Returns the lines of all ways of a collective (see `Way.line`) as formulas; none where it is one ring."""
+        if (axes, collective) not in self.known_lines:
+            mesh = self.terms.mesh
+            ranks = sympy.Mul(*(self.symbols[mesh.axes[axis]] for axis in axes))
+            at = collective, ranks, mesh.nodes(axes, ranks), self.symbols[f"bandwidth_{key}"]
+            self.known_lines[axes, collective] = [way.line(*at) for way in mesh.ways(axes, collective)]
+        return self.known_lines[axes, collective]
+
+    @functools.cached_property
+    def known_lines(self) -> dict[tuple[Axes, str], list[tuple[Any, Any]]]:
+        """What `lines_expr` returned."""
+        return {}
 
     @functools.cached_property
     def bytes_expr(self) -> dict[str, sympy.Expr]:
@@ -241,7 +264,7 @@ class Cost:
         own = (*mesh.axes, *map(mesh.key, mesh.runs()))
         terms: dict[str, list[Any]] = {key: [] for key in self.bytes_sent if key in own}
         for transfer, count in self.transfers:
-            terms[mesh.key(transfer.step.axes)].append(count * self.wire_expr(transfer)[1])
+            terms[mesh.key(transfer.step.axes)].append(count * self.sent_expr(transfer))
         return {key: sympy.Add(*each) for key, each in terms.items()}
 
     @functools.cached_property
@@ -250,11 +273,15 @@ class Cost:
         ...})`, as sympy's `subs` takes long to compare the terms of a maximum."""
         return self.terms.memory_of([self.symbols[name] for name in self.terms.mesh.axes])
 
-    def wire_expr(self, transfer: Transfer) -> tuple[Any, Any]:
-        """Returns rounds and bytes of one collective as formulas."""
+    def sent_expr(self, transfer: Transfer) -> Any:
+        """Returns the bytes that a rank sends in one collective as a formula."""
+        return WIRE[transfer.step.collective](*self.group_expr(transfer))[1]
+
+    def group_expr(self, transfer: Transfer) -> tuple[Any, Any]:
+        """Returns the ranks of one collective and the bytes of its block as formulas."""
         mesh = self.terms.mesh
         sizes = tuple(self.symbols[name] for name in mesh.axes)
-        return wire(transfer.step, transfer.shape, transfer.itemsize, mesh.sizes, sizes, transfer.dims)
+        return group(transfer.step, transfer.shape, transfer.itemsize, mesh.sizes, sizes, transfer.dims)
 
     def subs(self, values: Mapping[str, float] | None = None, **more: float) -> float:
         """Returns `expr` in seconds, with the values given here in place of this plan's own: `plan.cost.subs(b=64,

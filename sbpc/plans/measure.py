@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sbpc.boxing.steps import wire
+from sbpc.boxing.steps import step_cost
 from sbpc.graph.about import is_recomputed
 from sbpc.graph.operands import operands, value_of
-from sbpc.mesh.cluster import collective_seconds
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import Kernel, Transfer, kernel_work
@@ -157,8 +156,8 @@ def comm_totals(transfers: Mapping[Transfer, int], mesh: Mesh) -> tuple[float, d
     seconds, sent = 0.0, dict.fromkeys(mesh.axes, 0.0)
     for transfer, count in transfers.items():
         step = transfer.step
-        rounds, each = wire(step, transfer.shape, transfer.itemsize, mesh.sizes)
+        taken, each = step_cost(step, transfer.shape, transfer.itemsize, mesh)
         key = mesh.key(step.axes)
-        sent[key] = sent.get(key, 0.0) + count * float(each)
-        seconds += count * float(collective_seconds(rounds, each, *mesh.link(step.axes, step.collective)))
+        sent[key] = sent.get(key, 0.0) + count * each
+        seconds += count * taken
     return seconds, sent

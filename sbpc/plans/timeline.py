@@ -3,8 +3,9 @@
 A program runs its nodes in order. A kernel takes the computing stream. A collective starts where it stands, as soon
 as its link is free, and goes on beside the kernels that follow, up to the node that waits for it. One that nobody
 waits for apart is waited for where it stands. Collectives of one bucket (`meta["bucket"]`) are one: the first takes
-its whole time, each other one what its bytes take, and all end together. Durations are those of the busiest rank, as
-in `Cost`; where the cluster says so, both take longer while a kernel and a collective run beside each other.
+its whole time, each other one what it makes the message longer, and all end together. Durations are those of the
+busiest rank, as in `Cost`; where the cluster says so, both take longer while a kernel and a collective run beside each
+other.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from sbpc.boxing.steps import wire
-from sbpc.mesh.cluster import Cluster, collective_seconds
+from sbpc.boxing.steps import group, step_cost
+from sbpc.mesh.cluster import Cluster
+from sbpc.mesh.collectives import WIRE, Lines, seconds_on
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import kernel_work
 from sbpc.plans.measure import kernel_key, kernel_of, transfer_of
@@ -51,12 +53,22 @@ class Event:
 class Work:
     """What a node of a boxed graph occupies: a stream, for so many seconds. Views and local boxings take none.
 
-    latency: the part of the seconds that a collective does not take where it goes in one message with another.
+    latency: the part of the seconds that a collective does not take where it goes in one message with another: all but
+    what its bytes take in a long message. block, lines: of one that is sent otherwise in longer messages, its bytes and
+    what messages take (see `Mesh.lines`).
     """
 
     stream: str
     seconds: float
     latency: float = 0.0
+    block: float = 0.0
+    lines: Lines = ()
+
+    def longer(self, before: float) -> float:
+        """Returns the seconds by which it makes a message longer in which a block of so many bytes is already."""
+        if not self.lines:
+            return self.seconds - self.latency
+        return seconds_on(self.lines, before + self.block) - seconds_on(self.lines, before)
 
 
 NOTHING = Work(COMPUTE, 0.0)
@@ -88,12 +100,13 @@ def transfer_work(node: Node, mesh: Mesh) -> Work:
 @functools.lru_cache(maxsize=1 << 14)
 def step_work(step: Any, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> Work:
     """Returns what one boxing step of a tensor occupies."""
-    rounds, sent = wire(step, shape, itemsize, mesh.sizes)
-    if not rounds:
+    if step.collective not in WIRE or all(mesh.sizes[axis] == 1 for axis in step.axes):
         return NOTHING
-    latency, bandwidth, least = mesh.link(step.axes, step.collective)
-    seconds = float(collective_seconds(rounds, sent, latency, bandwidth, least))
-    return Work(INSIDE if mesh.inside(step.axes) else ACROSS, seconds, seconds - float(sent / bandwidth))
+    seconds, _ = step_cost(step, shape, itemsize, mesh)
+    _, block = group(step, shape, itemsize, mesh.sizes)
+    lines, _ = mesh.lines(step.axes, step.collective)
+    stream, latency = INSIDE if mesh.inside(step.axes) else ACROSS, seconds - float(block * lines[-1][1])
+    return Work(stream, seconds, latency, float(block), lines) if len(lines) > 1 else Work(stream, seconds, latency)
 
 
 def kernel_work_of(node: Node, mesh: Mesh) -> Work:
@@ -157,7 +170,7 @@ class Clock:
     Beside a collective kernels take `kernels_beside` times as long, and it takes `links_beside` times as long beside
     kernels. To start one that is waited for later takes `start` seconds.
     now: seconds since the step began. links: by stream, the collectives that have not ended, in order. last: by what
-    a message is called, the last collective of it.
+    a message is called, the last collective of it. blocks: likewise the bytes of all.
     """
 
     def __init__(self, cluster: Cluster, before: Left = ()) -> None:
@@ -165,6 +178,7 @@ class Clock:
         self.start = cluster.start
         self.links: dict[str, list[Span]] = {stream: [] for stream in STREAMS if stream != COMPUTE}
         self.last: dict[Hashable, Span] = {}
+        self.blocks: dict[Hashable, float] = {}
         for stream, message, seconds in before:
             self.last[message] = Span(0.0, seconds)
             self.links[stream].append(self.last[message])
@@ -178,8 +192,9 @@ class Clock:
             return Span(start, self.now)
         queue = self.links[work.stream]
         start = max(self.now, queue[-1].end if queue else 0.0)
-        span = Span(start, start + work.seconds - (work.latency if message in self.last else 0.0))
-        first, self.last[message] = message not in self.last, span
+        first, before = message not in self.last, self.blocks.get(message, 0.0)
+        span = Span(start, start + (work.seconds if first else work.longer(before)))
+        self.last[message], self.blocks[message] = span, before + work.block
         queue.append(span)
         if not awaited:
             self.wait(message)

@@ -1,0 +1,53 @@
+"""Define `sbpc clusters`: list the clusters that plans may be made for, with what their figures are from."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+
+from sbpc.cli.options import cluster_at
+from sbpc.cli.output import print_json, table_of
+from sbpc.inspect.tables import quantity
+from sbpc.mesh.cluster import CLUSTERS, Cluster
+
+NAME = "clusters"
+HELP = "list the clusters that --cluster knows, with what their figures are from"
+HEADS = ("cluster", "peak", "memory", "its rate", "ranks a node", "a rank sends inside", "a node sends", "collectives")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
+    text = "clusters to list, by name or file (default: all that have a name)"
+    parser.add_argument("clusters", nargs="*", metavar="NAME_OR_FILE", help=text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs `sbpc clusters`."""
+    found = [cluster_at(name) for name in options.clusters or CLUSTERS]
+    if options.json:
+        print_json([cluster.figures() for cluster in found])
+        return 0
+    console, table = Console(), table_of(HEADS, left=("cluster", "collectives"))
+    for each in found:
+        table.add_row(each.name, *figures_of(each), how_they_run(each))
+    console.print(table)
+    for each in found:
+        console.print(f"\n{each.name}", highlight=False)
+        for source in each.source.split(" | "):
+            console.print(f"  {source}", highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def figures_of(cluster: Cluster) -> list[str]:
+    """Returns the figures of devices and links as texts."""
+    rates = [quantity(number, "B/s") for number in (cluster.intra_bandwidth, cluster.inter_bandwidth)]
+    device = quantity(cluster.peak, "flop/s"), quantity(cluster.memory, "B"), quantity(cluster.memory_bandwidth, "B/s")
+    return [*device, f"{cluster.ranks_per_node:,}", *rates]
+
+
+def how_they_run(cluster: Cluster) -> str:
+    """Returns in words how collectives run."""
+    if cluster.collectives:
+        return "as measured"
+    return ", ".join(dict.fromkeys(way.algorithm for way in cluster.ways)) or "ring"

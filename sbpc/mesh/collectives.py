@@ -1,0 +1,157 @@
+"""How NCCL runs collectives: for each algorithm, what a message takes by its hops and the bytes on each link.
+
+Hops and bytes are those of NCCL's own model (NVIDIA/nccl, src/graph/tuning.cc). What a hop takes, and which part of
+the bandwidth of a link is reached, stand in the files of clusters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+# p ranks in a group, each sending to its neighbour on the ring; n bytes of one block, the largest that the group has.
+# The block of an all_reduce is what one rank holds; of the others, a chunk of it. Steps that are not here are local.
+WIRE: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
+    "all_gather": lambda p, n: (p - 1, (p - 1) * n),
+    "reduce_scatter": lambda p, n: (p - 1, (p - 1) * n),
+    "all_to_all": lambda p, n: (p - 1, (p - 1) * n),
+    "all_reduce": lambda p, n: (2 * (p - 1), 2 * (p - 1) * n / p),
+}
+GATHERS = "all_gather", "reduce_scatter"
+Line = tuple[float, float]  # seconds of a message of no bytes, and seconds more for each byte of its block
+Lines = tuple[Line, ...]  # of which the cheapest counts: another one for each range of sizes
+
+
+def ring(collective: str, p: Any, n: Any) -> tuple[Any, Any, Any, Any]:
+    """Once around for each half of an all_reduce; a link out of a node carries what every other one does."""
+    rounds, blocks = WIRE[collective](p, 1)
+    across = (2 if collective == "all_reduce" else 1) * (n - 1)
+    return rounds - across, across, blocks, blocks
+
+
+# By algorithm: for which collectives; then of p ranks on n nodes the hops of a message inside nodes and across, the
+# blocks that a rank sends to others of its node, and those that the group sends from one of its nodes.
+#
+# A tree goes up and down: along a chain in each node, over a binary tree of nodes; its other half has another root, so
+# that a node in the middle of one is a leaf of the other and sends two blocks in all. NVLink SHARP reduces in the
+# switch: a rank sends its block once, and its part of the sum. PAT has a part for every rank besides its rounds.
+# `direct` is what NCCL does for an all_to_all: each rank sends to every other, and all of a node share its links.
+ALGORITHMS: dict[str, tuple[tuple[str, ...], Callable[[str, Any, Any], tuple[Any, Any, Any, Any]]]] = {
+    "ring": ((*GATHERS, "all_reduce"), ring),
+    "tree": (
+        ("all_reduce",),
+        lambda _, p, n: (2 * (p / n - 1), 2 * log2(n), smallest(2, p / n - 1), smallest(2, n - 1)),
+    ),
+    "nvls": (("all_reduce",), lambda _, p, n: (1, 0, 1 + 1 / p, 0)),
+    "nvls_tree": (("all_reduce",), lambda _, p, n: (1, 2 * log2(n), 1 + n / p, smallest(2, n - 1))),
+    "pat": (GATHERS, lambda _, p, n: (p, log2(n), 0, p - 1)),
+    "direct": (("all_to_all",), lambda _, p, n: (p / n - 1, p - p / n, p / n - 1, p / n * (p - p / n))),
+}
+INSIDE, ALONE, TOGETHER, ACROSS = PLACES = "inside", "alone", "together", "across"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One algorithm with one protocol: how a collective may run in the groups of a place.
+
+    algorithm: one of ALGORITHMS. protocol: how messages are packed, as NCCL calls it. place: groups "inside" a node;
+    "alone", with one rank on each of their nodes; "together", with several; "across", with one or several. base:
+    seconds that it takes in any case. intra, inter: seconds of each hop inside a node and across nodes; of PAT, intra
+    is what each rank adds. efficiency: bytes/s over the links of a rank in groups inside a node, else over those of a
+    node, as a fraction of their bandwidth. most: bytes/s that a rank sends at most inside its node, in groups across
+    nodes.
+    """
+
+    algorithm: str
+    protocol: str
+    place: str
+    base: float = 0.0
+    intra: float = 0.0
+    inter: float = 0.0
+    efficiency: float = 1.0
+    most: float = math.inf
+
+    def fits(self, collective: str, place: str) -> bool:
+        """Returns whether NCCL may run a collective so in groups of a place other than "across"."""
+        return collective in ALGORITHMS[self.algorithm][0] and (
+            self.place == place or (self.place == ACROSS and place != INSIDE)
+        )
+
+    def line(self, collective: str, ranks: Any, nodes: Any, bandwidth: Any) -> tuple[Any, Any]:
+        """Returns seconds of a message of no bytes in groups of two ranks or more on so many nodes, and those for
+        each byte of its block, as numbers or formulas.
+
+        bandwidth: of one rank inside a node, or of that part of a node's links which one group has.
+        """
+        hops, hops_across, blocks, blocks_across = ALGORITHMS[self.algorithm][1](collective, ranks, nodes)
+        start = self.base + hops * self.intra + hops_across * self.inter
+        if self.place == INSIDE:
+            return start, blocks / (bandwidth * self.efficiency)
+        each = blocks_across / (bandwidth * self.efficiency)
+        return start, each if self.most == math.inf else largest(each, blocks / self.most)
+
+
+def envelope(lines: Iterable[tuple[Any, Any]]) -> Lines:
+    """Returns those lines that are the cheapest for messages of some size, from the smallest on."""
+    found: list[Line] = []
+    for line in sorted((float(start), float(each)) for start, each in lines):
+        if found and line[1] >= found[-1][1]:
+            continue
+        while len(found) > 1 and crossing(found[-2], line) <= crossing(found[-2], found[-1]):
+            found.pop()
+        found.append(line)
+    return tuple(found)
+
+
+def crossing(first: Line, second: Line) -> float:
+    """Returns the bytes from which on the second line is the cheaper one."""
+    return (second[0] - first[0]) / (first[1] - second[1])
+
+
+def seconds_on(lines: Lines, size: float) -> float:
+    """Returns the seconds of a message with a block of so many bytes."""
+    return min(start + each * size for start, each in lines)
+
+
+def ceil_div(x: Any, y: int) -> Any:
+    """The least integer from x / y on, for a number or a sympy expression."""
+    return sympy.ceiling(x / y) if isinstance(x, sympy.Basic) else -(-x // y)
+
+
+def log2(x: Any) -> Any:
+    """The logarithm to base 2 of a number or of a sympy expression."""
+    return sympy.log(x, 2) if isinstance(x, sympy.Basic) else math.log2(x)
+
+
+def largest(x: Any, y: Any) -> Any:
+    """The larger of two numbers or sympy expressions."""
+    return Max(x, y) if isinstance(x, sympy.Basic) or isinstance(y, sympy.Basic) else max(x, y)
+
+
+def smallest(x: Any, y: Any) -> Any:
+    """The smaller of two numbers or sympy expressions."""
+    return Min(x, y) if isinstance(x, sympy.Basic) or isinstance(y, sympy.Basic) else min(x, y)
+
+
+class Max(sympy.Max):  # type: ignore[misc]
+    """A maximum whose terms are not compared before they are numbers, which takes sympy long."""
+
+    def __new__(cls, *terms: Any) -> Any:
+        """Makes it, or gives the number."""
+        if all(sympy.sympify(term).is_number for term in terms):
+            return sympy.Max(*terms)
+        return super().__new__(cls, *terms, evaluate=False)
+
+
+class Min(sympy.Min):  # type: ignore[misc]
+    """Likewise a minimum."""
+
+    def __new__(cls, *terms: Any) -> Any:
+        """Makes it, or gives the number."""
+        if all(sympy.sympify(term).is_number for term in terms):
+            return sympy.Min(*terms)
+        return super().__new__(cls, *terms, evaluate=False)
