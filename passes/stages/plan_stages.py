@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from typing import NamedTuple
@@ -114,11 +115,13 @@ def breadth_first(plan: Plan, made: Made) -> Plan:
     if not plan.overlaps or plan.mesh.cluster.name == "ideal" or send < GAIN * plan.cost.seconds:
         return plan
     assert body is not None
-    for chunks in CHUNKS:
-        try:
-            plan = better(plan, rewritten(plan, body, f"{BREADTH_FIRST}:{chunks}", made))
-        except PlanError:  # fewer blocks than chunks
-            break
+    tried = list[Plan]()
+    with suppress(PlanError):  # fewer blocks than chunks
+        for chunks in CHUNKS:
+            tried.append(rewritten(plan, body, f"{BREADTH_FIRST}:{chunks}", made))
+    for each in sorted(tried, key=lambda plan: plan.cost.seconds):
+        if better(plan, each) is each:
+            return each
     return plan
 
 
