@@ -126,6 +126,10 @@ def draw_case(seed: int) -> Case:
         options |= {"inputs": [r.choice(where)]} if where and take(0.08) else {}
     if take(0.3) and net.has(*COSTLY):
         options["recompute"] = r.choice(("selective", "full", "auto"))
+    if options.get("microbatches", 1) > 1 and seed % 2:
+        options = {name: value for name, value in options.items() if name != "objective"} | {
+            "schedule": "breadth-first"
+        }
     share = r.choice((1.0, 0.9, 0.8, 0.7, 0.6)) if take(0.2) and len(net.layers) < 2 and len(sizes) < 3 else None
     return Case(net, mesh, options, share, r.randrange(1, 1000) if take(0.15) else 0)
 

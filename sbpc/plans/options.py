@@ -87,7 +87,8 @@ class Options:
         "part where it has no "
         "loss, where its parts need each other (batch norm), or with inputs=, outputs=, spread=, panels= or "
         'objective="bytes"; '
-        "`plan.loop` is then None. None is two parts side by side where the simulated step is shorter by 2 % so, else "
+        "`plan.loop` is then None. A micro-batch of a loop runs in halves or panels where the step is shorter so. "
+        "None is two parts side by side where the simulated step is shorter by 2 % so, else "
         "1; spaces of many "
         "layouts are not tried.",
     )
@@ -110,8 +111,10 @@ class Options:
     schedule: str = option(
         "1f1b",
         'the order in which stages work: "gpipe", "1f1b", "interleaved" (two chunks of the model on each stage, or so '
-        "many as "
-        '"interleaved:3" says) or "zbv" (two, there and back, and the backward in two parts).',
+        'many as "interleaved:3" says), "zbv" (two, there and back, and the backward in two parts) or "breadth-first" '
+        "(two, or as many as is said; all micro-batches go through one chunk before the next, so that its gradients "
+        "are on their way home for longer). A loop without stages goes breadth-first where the simulated step is "
+        "shorter by 2 % so, and fits.",
     )
     recompute: str = option(
         NONE,
