@@ -13,6 +13,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from sbpc.graph.about import about
@@ -219,11 +220,11 @@ def extracted(chunk: ChunkPrograms, which: Parts) -> Program:
     for node in reads:
         copies[node] = copies.given(node.name, value_meta(node))
     for node in sums:
-        totals[node] = copies.given(f"sum_{node.name}", value_meta(node))
+        totals[node] = copies.given(f"sum_{node.name}", sum_meta(node))
     for node in body:
         copies.keep(node, (ChainMap(totals, copies) if parts[node] == AFTER else copies).__getitem__)
         if parts[node] in which and node in summed:
-            meta = about(node) | value_meta(node)
+            meta = about(node) | sum_meta(node)
             totals[node] = called(copies.graph, ADD, (totals[node], copies[node]), {}, f"add_{node.name}", meta)
     gives = [node for node in body if parts[node] in which and is_given(chunk, node, which)]
     copies.left(gives)
@@ -306,6 +307,12 @@ def value_meta(node: Node) -> dict[str, Any]:
     """Returns what a node that stands for a value of another says of it."""
     dims = dims_at(node)
     return {"val": node.meta["val"], "sbp": layout_at(node)} | ({"dims": (dims,)} if dims else {})
+
+
+def sum_meta(node: Node) -> dict[str, Any]:
+    """Returns what a sum of gradients says of itself, whose elements lie in order, whatever a gradient's do."""
+    value = node.meta["val"]
+    return value_meta(node) | {"val": torch.empty(value.shape, dtype=value.dtype, device="meta")}
 
 
 def is_given(chunk: ChunkPrograms, node: Node, which: Parts) -> bool:
