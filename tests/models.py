@@ -5,14 +5,17 @@ Sizes are multiples of 12 where they can be, so that meshes of 2, 3 and 4 ranks 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sbpc.mesh.cluster import CLUSTERS
+
 Model = tuple[nn.Module, tuple[Any, ...]]
+RINGS = replace(CLUSTERS["h100"], ways=())  # every collective runs as a ring, as papers of parallelism count
 
 
 class MLP(nn.Module):

@@ -5,7 +5,6 @@ Words that one rank sends in the linear layers of a block (norms, biases, attent
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Mesh
 from sbpc.graph.ports import PARAMETER, placeholders
-from sbpc.mesh.cluster import CLUSTERS
 from sbpc.mesh.pins import exactly
 from sbpc.passes.annotate import annotate
 from sbpc.passes.assign.space import Space
@@ -27,10 +25,10 @@ from sbpc.passes.memory.live_bytes import STORED
 from sbpc.passes.pipeline import Stages, make_plan
 from sbpc.plans.options import Options
 from sbpc.plans.symbolic_sizes import declare
+from tests.models import RINGS
 
 b, s, h, m, k, n = (sympy.Symbol(name, positive=True) for name in ("b", "s", "h", "m", "k", "n"))
 p, q, r = (sympy.Symbol(name, positive=True) for name in ("p", "q", "r"))
-RING = dataclasses.replace(CLUSTERS["h100"], ways=())  # all collectives as rings
 DIMS = {"x": ("b", "s", "h"), "up.weight": ("4*h", "h"), "down.weight": ("h", "4*h"), "[qkvp]*.weight": ("h", "h")}
 
 
@@ -140,7 +138,7 @@ class Chain(nn.Module):
 
 
 def test_axonn_has_its_five_terms_per_layer_with_x_and_y_in_turn() -> None:
-    mesh = Mesh(d=2, z=2, y=2, x=2, cluster=RING)
+    mesh = Mesh(d=2, z=2, y=2, x=2, cluster=RINGS)
     args = (torch.empty(512, 64, requires_grad=True, device="meta"),)
     plan = sbpc.baseline(
         "agarwal", Chain(64, 96).to("meta"), args, mesh, inputs=["[S(0), S(0), B, S(1)]"], outputs=["[S(0), S(0), B, S(1)]"],
@@ -170,7 +168,7 @@ def test_axonn_has_its_five_terms_per_layer_with_x_and_y_in_turn() -> None:
 def test_seconds_are_bytes_over_bandwidth_and_rounds_of_latency() -> None:
     x = torch.empty(16, 32, 64, requires_grad=True, device="meta")
     cost = sbpc.baseline(
-        "megatron", Linears(64).to("meta"), (x,), Mesh(p=4, cluster=RING), dynamic=DIMS, objective="serial"
+        "megatron", Linears(64).to("meta"), (x,), Mesh(p=4, cluster=RINGS), dynamic=DIMS, objective="serial"
     ).cost
     bandwidth, latency = cost.symbols["bandwidth_p"], cost.symbols["latency_p"]
     sent = [term for term in cost.expr.args if term.has(bandwidth) or term.has(latency)]

@@ -27,7 +27,6 @@ from tests import models
 from tests.random_plans import elsewhere, random_plan
 
 H100 = CLUSTERS["h100"]
-RING = dataclasses.replace(H100, ways=())  # all collectives as rings
 MEASURED = dataclasses.replace(
     H100,
     name="measured",
@@ -134,7 +133,9 @@ def at_end(name: str, number: float) -> Mesh:
 
 
 def test_no_figure_in_its_range_makes_a_cost_overflow() -> None:
-    plan = random_plan(sbpc.plan(*models.unused_parameter(), Mesh(a=2, b=2, cluster=RING), objective="serial"), seed=1)
+    plan = random_plan(
+        sbpc.plan(*models.unused_parameter(), Mesh(a=2, b=2, cluster=models.RINGS), objective="serial"), seed=1
+    )
     assert {transfer.step.collective for transfer, _ in plan.cost.transfers} >= set(COLLECTIVES)
     for name, _, number in ENDS:
         cost = elsewhere(plan, at_end(name, number)).cost
@@ -247,7 +248,7 @@ def test_small_messages_over_many_ranks_take_the_rounds_of_a_tree() -> None:
     found = seconds_of(Mesh(d=1024, cluster="h100"), (0,), "all_reduce", 1000)
     base, chain, levels = 6.8e-6, 2 * 7 * 0.6e-6, 2 * 7 * 5e-6  # 8 ranks on each of 128 nodes
     assert found == pytest.approx(base + chain + levels, rel=0.01)
-    assert seconds_of(Mesh(d=1024, cluster=RING), (0,), "all_reduce", 1000) > 28e-3
+    assert seconds_of(Mesh(d=1024, cluster=models.RINGS), (0,), "all_reduce", 1000) > 28e-3
 
 
 def test_large_messages_run_at_the_published_rates() -> None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Cluster, Mesh
 from sbpc.boxing.steps import WIRE
-from sbpc.mesh.cluster import CLUSTERS
 from tests import models
 from tests.test_experts import Block
 
@@ -23,7 +22,7 @@ aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.einsum.default, aten.linear.default, aten.convolution.default)
 HOSTS = Cluster("hosts", 5e10, 1e10, 1e-5, 1, 1e-4, 50e6, 1e-4, 50e6)  # one thread each, 400 Mbit/s between them
 
-RACK = dataclasses.replace(CLUSTERS["h100"], name="rack", ranks_per_node=256)  # one network for all
+RACK = dataclasses.replace(models.RINGS, name="rack", ranks_per_node=256)  # one network for all
 
 
 class Chain(nn.Module):
@@ -73,7 +72,7 @@ def layouts(plan: sbpc.Plan, homes: bool = True, moves: bool = True) -> str:
 
 
 def test_megatron_column_row_pairs_with_two_all_reduces_each_way() -> None:
-    plan = best(Block(4096, 32), (1, 128, 4096), Mesh(tensor=8, cluster="h100"))
+    plan = best(Block(4096, 32), (1, 128, 4096), Mesh(tensor=8, cluster=models.RINGS))
     assert_expected_inline(
         layouts(plan),
         """\
@@ -97,7 +96,7 @@ backward  2 all_reduce over tensor
 
 def test_axonn_alternates_over_x_and_y_beside_data_parallelism() -> None:
     ends = ["[S(0), B, S(1)]"]
-    mesh = Mesh(data=2, y=2, x=2, cluster="h100")
+    mesh = Mesh(data=2, y=2, x=2, cluster=models.RINGS)
     plan = best(Chain(8192, 4), (8192, 8192), mesh, inputs=ends, outputs=ends)
     assert_expected_inline(
         layouts(plan),
@@ -172,7 +171,7 @@ forward   2 reduce_scatter over j
 
 def test_summa_gathers_weights_over_one_axis_and_activations_over_the_other() -> None:
     ends = ["[S(0), S(1)]"]
-    mesh = Mesh(i=4, j=4, cluster="h100")
+    mesh = Mesh(i=4, j=4, cluster=models.RINGS)
     plan = best(Chain(4096, 3), (8192, 4096), mesh, inputs=ends, outputs=ends, spread=True, train=False)
     assert_expected_inline(
         layouts(plan, homes=False),
@@ -188,9 +187,9 @@ forward   3 all_gather over j
 
 def test_fully_sharded_data_parallelism_when_memory_is_short_and_the_batch_large() -> None:
     ends = {"inputs": ["S(0)"], "outputs": ["S(0)"]}
-    free = best(Block(512, 8), (64, 128, 512), Mesh(data=8, cluster="h100"), **ends)
+    free = best(Block(512, 8), (64, 128, 512), Mesh(data=8, cluster=models.RINGS), **ends)
     limit = 0.8 * free.cost.memory["total"]
-    plan = best(Block(512, 8), (64, 128, 512), Mesh(data=8, cluster="h100"), memory=limit, **ends)
+    plan = best(Block(512, 8), (64, 128, 512), Mesh(data=8, cluster=models.RINGS), memory=limit, **ends)
     assert all(layout.cuts for layout in plan.parameters.values())
     assert_expected_inline(
         layouts(plan, homes=False),

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Mesh
 from sbpc.boxing.steps import WIRE
-from sbpc.mesh.cluster import CLUSTERS, Rate
+from sbpc.mesh.cluster import Rate
 from sbpc.mesh.states import Split
 from tests.compare import largest_error
+from tests.models import RINGS
 
 
 class Block(nn.Module):
@@ -85,7 +86,7 @@ def test_the_solver_finds_sequence_parallelism_where_it_is_cheapest() -> None:
     """Nothing is pinned: the norms and residuals of tokens split over the ranks need less of the memory's bandwidth."""
     with torch.device("meta"):
         model, x = Model(4096, 32, 4 * 4096, 2), torch.randn(2, 2048, 4096)
-    plan = sbpc.plan(model, (x,), Mesh(tensor=8, cluster="h100"), objective="serial")
+    plan = sbpc.plan(model, (x,), Mesh(tensor=8, cluster=RINGS), objective="serial")
     assert activations(plan) == SCHEME
     assert {name: str(plan.layout(name)) for name in ("blocks.1.q.weight", "blocks.1.o.weight")} == {
         "blocks.1.q.weight": "[S(0)]",
@@ -108,7 +109,7 @@ backward all_reduce     [P] -> [B]  einsum_27
 def test_the_solver_finds_sequence_parallelism_where_memory_is_short() -> None:
     """Where switches add up, an all-reduce sends less than a scatter and a gather, and is what the solver takes; it turns
     to scattering and gathering when less memory is given than whole norms and residuals need. Nothing is pinned."""
-    switched = dataclasses.replace(CLUSTERS["h100"], collectives=(Rate("all_reduce", efficiency=1.5),))
+    switched = dataclasses.replace(RINGS, collectives=(Rate("all_reduce", efficiency=1.5),))
     with torch.device("meta"):
         model, x = Model(4096, 32, 4 * 4096, 2), torch.randn(2, 2048, 4096)
     mesh = Mesh(tensor=8, cluster=switched)
@@ -156,7 +157,7 @@ def test_the_solver_splits_a_long_sequence_of_which_heads_and_batch_are_few() ->
     """Nothing is pinned: each of 8 ranks has a part of the queries of causal attention, and reads all keys and values."""
     with torch.device("meta"):
         model, x = Model(2048, 4, 4 * 2048, 1, group=4), torch.randn(1, 32768, 2048)
-    plan = sbpc.plan(model, (x,), Mesh(sequence=8, cluster="h100"), objective="serial")
+    plan = sbpc.plan(model, (x,), Mesh(sequence=8, cluster=RINGS), objective="serial")
     steps = [node for node in plan.boxed.graph.nodes if "step" in node.meta and 32768 in node.meta["val"].shape]
     moved = [(node.meta["phase"], node.meta["step"], tuple(node.meta["val"].shape)) for node in steps]
     lines = [

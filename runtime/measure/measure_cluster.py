@@ -23,9 +23,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sbpc.boxing.steps import WIRE
 from sbpc.errors import MeshError
 from sbpc.mesh.cluster import Cluster, Rate
+from sbpc.mesh.collectives import WIRE
 from sbpc.runtime.measure.measure_device import device_figures, layers, memory_of, settle, timed
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.process_groups import from_all_ranks

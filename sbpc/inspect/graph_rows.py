@@ -11,9 +11,9 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from sbpc._compat import OpOverload
-from sbpc.boxing.steps import WIRE
 from sbpc.graph.ports import placeholders
 from sbpc.inspect.graph_text import bytes_sent, call_text, layout_text, note, port_names, type_text
+from sbpc.mesh.collectives import WIRE
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 

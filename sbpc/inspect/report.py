@@ -9,8 +9,9 @@ from typing import Any
 
 from torch.fx import Node
 
-from sbpc.boxing.steps import WIRE, wire
+from sbpc.boxing.steps import wire
 from sbpc.inspect.tables import Report, Table, quantity
+from sbpc.mesh.collectives import WIRE
 from sbpc.mesh.layout import Layout
 from sbpc.plans.chunk import Chunk
 from sbpc.plans.cost import Cost

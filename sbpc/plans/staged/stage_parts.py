@@ -9,7 +9,6 @@ from collections.abc import Container, Mapping
 
 from torch.fx import GraphModule, Node
 
-from sbpc.boxing.steps import WIRE
 from sbpc.graph.about import is_boxing
 from sbpc.graph.operands import ancestors, is_late, just_in_time, made_of, operands, value_of
 from sbpc.graph.ports import (
@@ -26,6 +25,7 @@ from sbpc.graph.ports import (
     placeholders,
     results,
 )
+from sbpc.mesh.collectives import WIRE
 from sbpc.mesh.states import B, P, Partial
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
 
