@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -10,10 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import sympy
-
 from sbpc.errors import MeshError, check_kinds, is_name, is_number, read_json, shown
+from sbpc.mesh.kernels import DEVICES, MEASURED, Attention, Device, Product, kernel_seconds, largest
 
 LINKS = ("intra", "inter")
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
@@ -27,7 +24,10 @@ RANGES = {  # of every figure its unit, the least and the most: wide, but no cos
         "memory": ("bytes", 1.0, 1e30),
         "memory_bandwidth intra_bandwidth inter_bandwidth": ("bytes/s", 1.0, 1e30),
         "launch intra_latency inter_latency latency least start": ("seconds", 0.0, 1e6),
+        "wave begin ahead_pair back_pair": ("seconds", 0.0, 1.0),
         "efficiency traffic": ("", 1e-12, 1e12),
+        "multiprocessors": ("", 1, 1e6),
+        "moving product ahead back": ("", 1e-6, 1.0),
         "hidden": ("", 0.0, 1.0),
         "sharing kernels_beside links_beside": ("times", 1.0, 1e6),
         "attention convolution": ("times", 1e-6, 1e6),
@@ -105,6 +105,7 @@ class Cluster:
     attention: float = 1.0
     convolution: float = 1.0
     start: float = 0.0
+    device: Device | None = None
 
     def __post_init__(self) -> None:
         for name in ("name", "source"):
@@ -119,18 +120,32 @@ class Cluster:
             raise MeshError(f"{what}\n  It is a tuple of rates.")
         for rate in self.collectives:
             check_rate(self.name, rate)
+        if not isinstance(self.device, (Device, type(None))):
+            raise MeshError(f"cluster {self.name!r}: device is {shown(self.device)}\n  It is a Device or None.")
+        if self.device is not None:
+            check_figures(f"cluster {self.name!r}: device: ", self.device)
 
     @property
     def taken(self) -> float:
         """Which part of a rank's device a collective takes away from the kernels beside it."""
         return 1.0 - 1.0 / self.kernels_beside
 
-    def kernel_seconds(self, op: str, flops: Any, bytes_moved: Any, rates: Sequence[Any] = ()) -> Any:
-        """Returns the seconds of a call of an op; arguments as those of the function `kernel_seconds`. rates: its
-        peak, memory bandwidth and launch, by default the cluster's."""
+    @property
+    def fastest(self) -> float:
+        """The most flop/s of any kernel, by which nothing is told to take longer than it may."""
+        device = self.device
+        return self.peak * (1.0 if device is None else max(device.product, device.ahead, device.back))
+
+    def kernel_seconds(
+        self, op: str, flops: Any, bytes_moved: Any, shape: Product | Attention | None = None, rates: Sequence[Any] = ()
+    ) -> Any:
+        """Returns the seconds of a call of an op; arguments as those of the function `kernel_seconds`. shape: that of
+        its work, where the time depends on it. rates: peak, memory bandwidth and launch, by default the cluster's."""
         work = flops * next((getattr(self, name) for name in SLOWER if name in op), 1.0)
-        peak, bandwidth, launch = rates or (self.peak, self.memory_bandwidth, self.launch)
-        return kernel_seconds(work, bytes_moved, peak, bandwidth, launch, self.hidden)
+        used = tuple(rates) or (self.peak, self.memory_bandwidth, self.launch)
+        if self.device is not None:
+            return self.device.seconds(work, bytes_moved, shape, used)
+        return kernel_seconds(work, bytes_moved, *used, self.hidden)
 
     def rate(self, collective: str, ranks: int, link: str) -> Rate:
         """Returns how a collective runs over groups of `ranks` on `link`: as given for this link and the nearest
@@ -156,9 +171,11 @@ class Cluster:
         if not isinstance(rates, (tuple, list)):
             raise MeshError(f"{what}: collectives is {rates!r}\n  It is a list of rates, each with its collective.")
         read = tuple(Rate(**keyed(Rate, rate, f"{what}: a rate of collectives")) for rate in rates)
+        device = given.get("device")
+        device = None if device is None else Device(**keyed(Device, device, f"{what}: device"))
         open_ended = {name: math.inf for name, value in given.items() if value is None and name in UNBOUNDED}
         try:
-            return cls(**(given | open_ended | {"collectives": read}))
+            return cls(**(given | open_ended | {"collectives": read, "device": device}))
         except MeshError as error:
             raise MeshError(f"{what}: {error}") from None
 
@@ -195,7 +212,7 @@ def keyed(cls: type, figures: Any, what: str) -> dict[str, Any]:
     return dict(figures)
 
 
-def check_figures(what: str, given: Cluster | Rate) -> None:
+def check_figures(what: str, given: Cluster | Rate | Device) -> None:
     """Raise MeshError, which begins with `what`, unless every figure is a number in its range, or left out where it
     may be."""
     for name, value in vars(given).items():
@@ -227,6 +244,15 @@ def check_rate(cluster: str, rate: Rate) -> None:
 
 
 NCCL = "latencies: NCCL's own tuning table (ring, simple protocol); launch floor: estimated"
+CHANNELS = 24  # of NCCL inside a node of 8 A100 or H100, each on a multiprocessor (NVIDIA/nccl-tests, issue 100)
+
+
+def on_gpus(name: str) -> dict[str, Any]:
+    """Figures of kernels of a named cluster. Beside a collective they have the multiprocessors that it leaves."""
+    device = DEVICES[name]
+    return {"device": device, "kernels_beside": device.multiprocessors / (device.multiprocessors - CHANNELS)}
+
+
 CLUSTERS = {
     cluster.name: cluster
     for cluster in (
@@ -243,7 +269,8 @@ CLUSTERS = {
             200e9,
             memory=80e9,
             source="NVIDIA DGX A100 80GB datasheet: bf16 dense, HBM2e, NVLink 3 in one direction, "
-            f"8 x 200 Gbit/s InfiniBand per node; {NCCL}",
+            f"8 x 200 Gbit/s InfiniBand per node; {NCCL}; {MEASURED['a100']}",
+            **on_gpus("a100"),
         ),
         Cluster(
             "h100",
@@ -257,7 +284,38 @@ CLUSTERS = {
             400e9,
             memory=80e9,
             source="NVIDIA DGX H100 datasheet: bf16 dense, HBM3, NVLink 4 in one direction, "
-            f"8 x 400 Gbit/s InfiniBand per node; {NCCL}",
+            f"8 x 400 Gbit/s InfiniBand per node; {NCCL}; {MEASURED['h100']}",
+            **on_gpus("h100"),
+        ),
+        Cluster(
+            "h200",
+            989e12,
+            4.8e12,
+            4e-6,
+            8,
+            3.4e-6,
+            450e9,
+            14e-6,
+            400e9,
+            memory=141e9,
+            source="NVIDIA DGX H200 datasheet: bf16 dense, HBM3e, NVLink 4 in one direction, "
+            f"8 x 400 Gbit/s InfiniBand per node; {NCCL}; {MEASURED['h200']}",
+            **on_gpus("h200"),
+        ),
+        Cluster(
+            "b200",
+            2250e12,
+            8e12,
+            4e-6,
+            8,
+            3.4e-6,
+            900e9,
+            14e-6,
+            400e9,
+            memory=180e9,
+            source="NVIDIA DGX B200 datasheet: bf16 dense, HBM3e, NVLink 5 in one direction, "
+            f"8 x 400 Gbit/s InfiniBand per node; {NCCL}; {MEASURED['b200']}",
+            **on_gpus("b200"),
         ),
         Cluster(
             "perlmutter",
@@ -271,7 +329,8 @@ CLUSTERS = {
             100e9,
             memory=40e9,
             source="NERSC, Perlmutter architecture: 4 x A100 40GB (bf16 dense, HBM2), 12 links of NVLink 3 at 25 GB/s, "
-            f"4 x Slingshot 11 at 200 Gbit/s per node; {NCCL}",
+            f"4 x Slingshot 11 at 200 Gbit/s per node; {NCCL}; {MEASURED['perlmutter']}",
+            **on_gpus("perlmutter"),
         ),
         Cluster(
             "frontier",
@@ -329,24 +388,7 @@ def named_cluster(name: str) -> Cluster:
     return CLUSTERS[name]
 
 
-def kernel_seconds(
-    flops: Any, bytes_moved: Any, peak: Any, memory_bandwidth: Any, launch: Any, hidden: float = 1.0
-) -> Any:
-    """Seconds of one kernel; every argument but `hidden` a number, a numpy array or a sympy expression. hidden: see
-    `Cluster`."""
-    terms = flops / peak, bytes_moved / memory_bandwidth, launch
-    most = largest(*terms)
-    return most if hidden == 1.0 else hidden * most + (1.0 - hidden) * sum(terms)
-
-
 def collective_seconds(rounds: Any, bytes_sent: Any, latency: Any, bandwidth: Any, least: Any) -> Any:
     """Seconds of one collective; every argument a number or a sympy expression."""
     found = rounds * latency + bytes_sent / bandwidth
     return largest(found, least) if least else found
-
-
-def largest(*terms: Any) -> Any:
-    """The largest of numbers, of numpy arrays element by element, or of sympy expressions."""
-    if any(isinstance(term, sympy.Basic) for term in terms):
-        return sympy.Max(*terms)
-    return functools.reduce(np.maximum, terms)

@@ -32,7 +32,7 @@ class Kernel:
     op: its name, empty where it has no rule. tensors: per tensor read or written, its bytes per element, its global
     shape and the axes that cut each dim. free: a view, for which no kernel runs. work: local factor sizes -> flops.
     dims: the sizes of the factors, then those of each tensor's dims, as they stand in formulas; empty where the
-    numbers do.
+    numbers do. shape: local factor sizes, and which factors are cut -> the shape of its work (`sbpc.mesh.kernels`).
     """
 
     op: str
@@ -41,16 +41,17 @@ class Kernel:
     free: bool
     work: Callable[[Mapping[str, Any]], Any] = field(compare=False)
     dims: tuple[tuple[Any, ...], ...] = ()
+    shape: Callable[[Mapping[str, Any], Mapping[str, Any]], Any] = field(default=lambda *_: None, compare=False)
 
 
-def kernel_work(kernel: Kernel, sizes: Sequence[int], symbols: Sequence[Any] | None = None) -> tuple[Any, Any]:
-    """Returns flops and bytes of memory traffic of one op on the busiest rank."""
+def kernel_work(kernel: Kernel, sizes: Sequence[int], symbols: Sequence[Any] | None = None) -> tuple[Any, Any, Any]:
+    """Returns flops, bytes of memory traffic and the shape of the work of one op on the busiest rank."""
     factors, *tensors = kernel.dims or ((None,) * len(kernel.factors), *((),) * len(kernel.tensors))
     local = {name: cut(size, axes, sizes, symbols, dim) for (name, size, axes), dim in zip(kernel.factors, factors)}
     moved: Any = 0
     for (itemsize, shape, cuts), dims in zip(kernel.tensors, tensors):
         moved = moved + itemsize * numel(shape, cuts, sizes, symbols, dims)
-    return kernel.work(local), moved
+    return kernel.work(local), moved, kernel.shape(local, {name: bool(axes) for name, _, axes in kernel.factors})
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ class Cost:
             if not kernel.free:
                 work = kernel_work(kernel, mesh.sizes, sizes)
                 rates = s["peak"], s["memory_bandwidth"], s["launch"]
-                terms.append(count * mesh.cluster.kernel_seconds(kernel.op, *work, rates))
+                terms.append(count * mesh.cluster.kernel_seconds(kernel.op, *work, rates=rates))
         for transfer, count in self.transfers:
             rounds, sent = self.wire_expr(transfer)
             key = self.link_name(transfer.step)
