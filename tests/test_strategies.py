@@ -166,7 +166,7 @@ def test_what_seems_fastest_is_looked_at_next() -> None:
             seen.append((each.mesh.sizes[2], each.microbatches))
             seconds = each.guess * each.mesh.sizes[2]
             about = each.mesh, 1, each.schedule, each.microbatches, "none"
-            return StrategyRow(*about, seconds, seconds, 0.0, 0.0, 0.0, {"total": 1}, refuse)
+            return StrategyRow(*about, seconds, seconds, 0.0, 0.0, 0.0, 0.0, None, {"total": 1}, refuse)
 
     def refuse() -> Any:
         raise AssertionError("no plan is asked for")

@@ -96,7 +96,9 @@ class Cost:
     lower_bound: what no plan of the same space, or no layouts of the same stages, can beat; seconds, or bytes where
     `objective` is "bytes". serial_bound: what compute_seconds + comm_seconds of no plan can beat; with stages, those
     of the mean one. recompute_seconds: the part of compute_seconds in which values of the forward are computed
-    again.
+    again. optimizer_seconds: what the optimizer's update takes behind the step (`module.step` and `seconds` are
+    without it), in one pass over parameters, gradients and its state, as with `fused=True`; 0 where there is none.
+    model_flops: flops_one_device without those of values that are computed again.
 
     `expr` (of compute_seconds + comm_seconds, whatever overlaps, of the busiest stage), `bytes_expr` (over the axes
     of a stage) and `memory_expr` (of the peak, with the calls in the plan's order) are formulas in the sizes of
@@ -116,6 +118,8 @@ class Cost:
     serial_bound: float = 0.0
     recompute_seconds: float = 0.0
     bubble_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+    model_flops: float = 0.0
     terms_of: Callable[[], Terms] | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -132,6 +136,11 @@ class Cost:
         if self.makespan is None:
             return self.compute_seconds + self.comm_seconds
         return max(self.makespan, self.compute_seconds)  # which differ by rounding where nothing is sent
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of a training step: forward, backward and the optimizer's update."""
+        return self.seconds + self.optimizer_seconds
 
     @property
     def exposed_seconds(self) -> float:
