@@ -63,9 +63,10 @@ def test_rows_are_ranked_by_seconds_and_a_plan_takes_what_its_row_says() -> None
     assert len({row.stages for row in rows}) > 1
     best = rows[0]
     assert best.lower_bound <= best.cost
-    parts = best.compute_seconds + best.exposed_seconds + best.bubble_seconds
-    assert parts == pytest.approx(best.cost)
-    assert best.plan.stages == best.stages and best.plan.cost.seconds == pytest.approx(best.cost, rel=0.1)
+    parts = best.compute_seconds + best.exposed_seconds + best.bubble_seconds + best.optimizer_seconds
+    assert parts == pytest.approx(best.cost) and best.optimizer_seconds > 0 and best.usage is not None
+    assert best.plan.stages == best.stages and best.plan.cost.step_seconds == pytest.approx(best.cost, rel=0.1)
+    assert best.plan.usage.unit == best.usage.unit == "samples"
 
 
 def test_the_best_row_under_a_limit_fits_and_is_right() -> None:
