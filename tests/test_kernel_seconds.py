@@ -14,7 +14,6 @@ from sbpc.api.candidates import candidates, least_flops
 from sbpc.api.planning import prepare
 from sbpc.mesh.cluster import named_cluster
 from sbpc.mesh.kernels import Attention, Product
-from sbpc.plans.cost import kernel_work
 from sbpc.rules import match
 from tests import models
 from tests.bench.published import kernel_errors

@@ -70,11 +70,13 @@ class Cluster:
     kernels_beside, links_beside: how many times as long kernels take beside a collective that is on its way, and
     that beside kernels: more than 1 where a processor does both. attention, convolution: how many times as long such
     a kernel takes as a product of as many flops. start: seconds of computing that it costs a rank to start a
-    collective that then runs beside kernels.
+    collective that then runs beside kernels. device: what kernels reach by the shape of their work, where that is
+    known (`sbpc.mesh.kernels`); where it is, peak and memory_bandwidth are the data sheet's, and `hidden` is 1.
 
-    Named clusters (see `Mesh`) have published figures, for bfloat16 on GPUs: they order plans, but no device reaches
-    them. On an H200 a GPT of wide layers took 1.4 x as long as they say. `sbpc profile -o cluster.json`, alone or
-    under torchrun, measures yours: of each collective the latency of a round, the rate, and what a small message
+    Named clusters (see `Mesh`) have published figures, for bfloat16 on GPUs. Those of NVIDIA's GPUs have a device by
+    published tables of products and of attention, and there a collective takes multiprocessors from the kernels
+    beside it (`python -m tests.bench.published` tells how far predictions are off). Of the others, data sheets order
+    plans, but no device reaches them. `sbpc profile -o cluster.json`, alone or under torchrun, measures yours: of each collective the latency of a round, the rate, and what a small message
     takes at least. With `--links h100` it measures devices alone, one is enough, and takes the links as published;
     the same GPT then took 0.95 x of what was told. `Cluster.load("cluster.json")` reads that file, and so does
     `--cluster cluster.json`.
@@ -142,10 +144,10 @@ class Cluster:
         """Returns the seconds of a call of an op; arguments as those of the function `kernel_seconds`. shape: that of
         its work, where the time depends on it. rates: peak, memory bandwidth and launch, by default the cluster's."""
         work = flops * next((getattr(self, name) for name in SLOWER if name in op), 1.0)
-        used = tuple(rates) or (self.peak, self.memory_bandwidth, self.launch)
+        peak, bandwidth, launch = rates or (self.peak, self.memory_bandwidth, self.launch)
         if self.device is not None:
-            return self.device.seconds(work, bytes_moved, shape, used)
-        return kernel_seconds(work, bytes_moved, *used, self.hidden)
+            return self.device.seconds(work, bytes_moved, shape, (peak, bandwidth, launch))
+        return kernel_seconds(work, bytes_moved, peak, bandwidth, launch, self.hidden)
 
     def rate(self, collective: str, ranks: int, link: str) -> Rate:
         """Returns how a collective runs over groups of `ranks` on `link`: as given for this link and the nearest

@@ -1,7 +1,8 @@
 """Holds what a plan costs: seconds, bytes on the wire, flops and memory, written once for numbers and for sympy
 symbols.
 
-Per rank, on the busiest one: a kernel takes max(flops / peak, bytes / memory bandwidth, launch), a collective takes
+Per rank, on the busiest one: a kernel takes max(flops / peak, bytes / memory bandwidth, launch), or what its shape
+says on GPUs of which that is known (`sbpc.mesh.kernels`); a collective takes
 rounds * latency + bytes / bandwidth, or what the collective takes at least (see `Mesh.link`). The step takes the sum
 of both.
 """
