@@ -64,9 +64,10 @@ def test_rows_are_ranked_by_seconds_and_a_plan_takes_what_its_row_says() -> None
     assert len({row.stages for row in rows}) > 1
     best = rows[0]
     assert best.lower_bound <= best.cost
-    parts = best.compute_seconds + best.exposed_seconds + best.bubble_seconds
-    assert parts == pytest.approx(best.cost)
-    assert best.plan.stages == best.stages and best.plan.cost.seconds == pytest.approx(best.cost, rel=0.1)
+    parts = best.compute_seconds + best.exposed_seconds + best.bubble_seconds + best.optimizer_seconds
+    assert parts == pytest.approx(best.cost) and best.optimizer_seconds > 0 and best.usage is not None
+    assert best.plan.stages == best.stages and best.plan.cost.step_seconds == pytest.approx(best.cost, rel=0.1)
+    assert best.plan.usage.unit == best.usage.unit == "samples"
 
 
 def test_the_best_row_under_a_limit_fits_and_is_right() -> None:
@@ -167,7 +168,7 @@ def test_what_seems_fastest_is_looked_at_next() -> None:
             seen.append((each.mesh.sizes[2], each.microbatches))
             seconds = each.guess * each.mesh.sizes[2]
             about = each.mesh, 1, each.schedule, each.microbatches, "none"
-            return StrategyRow(*about, seconds, seconds, 0.0, 0.0, 0.0, {"total": 1}, refuse)
+            return StrategyRow(*about, seconds, seconds, 0.0, 0.0, 0.0, 0.0, None, {"total": 1}, refuse)
 
     def refuse() -> Any:
         raise AssertionError("no plan is asked for")

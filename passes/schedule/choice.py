@@ -222,6 +222,7 @@ def weighted(mesh: Mesh, weights: Weights) -> Mesh:
         peak=cluster.peak / compute,
         memory_bandwidth=cluster.memory_bandwidth / compute,
         launch=cluster.launch * compute,
+        device=None if cluster.device is None else cluster.device.scaled(compute),
         collectives=tuple(rates),
         ways=tuple(ways),
         intra_latency=0.0,

@@ -22,6 +22,7 @@ from sbpc.api.recompute import forms_of
 from sbpc.api.staging import plan_stages, short_plans
 from sbpc.errors import MemoryLimitError, PlanError, SbpcError
 from sbpc.graph.no_gc import uncollected
+from sbpc.graph.ports import Port, placeholders
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.recompute import recompute as compute_again
@@ -29,6 +30,7 @@ from sbpc.plans.options import AUTO, FULL, NONE, SELECTIVE, Options
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.estimate import Estimate, repeated
 from sbpc.plans.staged.loop import Loop
+from sbpc.plans.usage import Usage
 
 SLOWER, LATE = "at full speed it takes longer than the best row", "the seconds of the search were over"
 TOO_LARGE = "it does not fit into the memory"
@@ -52,11 +54,12 @@ class TooLarge(MemoryLimitError):
 class StrategyRow:
     """A strategy and what a step is predicted to take. `plan` is made when it is asked for.
 
-    mesh: axes pipe, data and tensor. stages: ranks along pipe. cost: seconds of a step. Of these the busiest stage
-    computes compute_seconds, recompute_seconds among them, waits exposed_seconds for collectives and bubble_seconds
-    for other stages. memory: bytes of a rank by kind, "total" at the peak. lower_bound: what no strategy of the
-    search takes less, those among them that have no row. refused: the strategies without a row, each with the
-    reason.
+    mesh: axes pipe, data and tensor. stages: ranks along pipe. cost: seconds of a training step. Of these the busiest
+    stage computes compute_seconds, recompute_seconds among them, waits exposed_seconds for collectives and
+    bubble_seconds for other stages, and optimizer_seconds are the optimizer's. usage: the share of the peak, tokens
+    or samples a second; None where nothing is told of the machine. memory: bytes of a rank by kind, "total" at the
+    peak. lower_bound: what no strategy of the search takes less, those among them that have no row. refused: the
+    strategies without a row, each with the reason.
     """
 
     mesh: Mesh
@@ -69,6 +72,8 @@ class StrategyRow:
     exposed_seconds: float
     bubble_seconds: float
     recompute_seconds: float
+    optimizer_seconds: float
+    usage: Usage | None
     memory: dict[str, int]
     make: Callable[[], Plan] = field(repr=False)
     lower_bound: float = 0.0
@@ -143,22 +148,29 @@ class Search:
             ways = list(self.ways(each, form, levels))
             fitting = list(filter(self.fits, ways))
             if fitting:
-                best = min((way.cost for way in fitting), key=lambda cost: cost.seconds)
+                best = min((way.cost for way in fitting), key=lambda cost: cost.step_seconds)
                 make = functools.partial(self.planned, each, form)
                 seconds = (
-                    best.seconds,
+                    best.step_seconds,
                     best.compute_seconds,
                     best.exposed_seconds,
                     best.bubble_seconds,
                     best.recompute_seconds,
+                    best.optimizer_seconds,
                 )
+                usage = Usage.of(best, each.mesh, self.shapes)
                 return StrategyRow(
-                    each.mesh, each.stages, each.schedule, each.microbatches, form, *seconds, best.memory, make
+                    each.mesh, each.stages, each.schedule, each.microbatches, form, *seconds, usage, best.memory, make
                 )
             looked_at += ways
         least = min(looked_at, key=lambda way: way.memory["total"])
         assert self.memory is not None
         raise TooLarge(least.memory["total"], self.memory, f"{least.mesh} with {least.count} micro-batches")
+
+    @functools.cached_property
+    def shapes(self) -> dict[Port, Any]:
+        """The example values of the whole batch by port."""
+        return {port: node.meta["val"] for port, node in placeholders(self.short.gm).items()}
 
     def fits(self, way: Estimate) -> bool:
         """Returns whether a rank has the memory for a way."""

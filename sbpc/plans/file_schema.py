@@ -150,7 +150,7 @@ OPTIONS = record({"train": FLAG, "model": NAME, "objective": one_of(*OBJECTIVES)
     "dynamic": many(row(NAME, either(INTEGER, many(either(NONE, NAME))))),
 })  # fmt: skip
 FIGURE = either(NONE, NAME, leaf(lambda v: is_number(v, (int, float))))
-FIGURES = table(either(FIGURE, many(table(FIGURE))))  # `Cluster.of` checks the rest
+FIGURES = table(either(FIGURE, table(FIGURE), many(table(FIGURE))))  # `Cluster.of` checks the rest
 NAMED = many(row(one_of(*INPUTS, *OUTPUTS), NAME, either(INTEGER, NAME)))  # ports of a chunk, with what they stand for
 CHUNK = record({
     **GRAPH, "ports": PORTS, "choices": table(choice), "aliases": many(row(IDENTIFIER, INTEGER, NAME)), "outputs": LAYOUTS,

@@ -31,6 +31,7 @@ from sbpc.plans.staged.schedules import STEP, Arrival
 from sbpc.plans.staged.stage_parts import PARTS
 from sbpc.plans.staged.staged_timeline import stage_events, stage_lanes
 from sbpc.plans.timeline import Event
+from sbpc.plans.usage import Usage
 
 T = TypeVar("T", bound="PlannedStep")
 
@@ -151,6 +152,12 @@ class PlannedStep(Pipeline):
     def shapes(self) -> Mapping[Port, Tensor]:
         """By port of a placeholder of the step: a tensor without data of the shape and dtype that was planned."""
         return self.chunk.shapes if self.loop is None else self.loop.shapes
+
+    @property
+    def usage(self) -> Usage | None:
+        """The share of its devices' peak at which a training step runs, and tokens or samples a second; None where
+        nothing is told of the machine."""
+        return Usage.of(self.cost, self.mesh, self.shapes)
 
     @functools.cached_property
     def layouts(self) -> dict[str, Layout]:

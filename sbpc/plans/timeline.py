@@ -114,8 +114,7 @@ def kernel_work_of(node: Node, mesh: Mesh) -> Work:
     kernel = kernel_of(node)
     if kernel.free:
         return NOTHING
-    flops, moved = kernel_work(kernel, mesh.sizes)
-    return Work(COMPUTE, float(mesh.cluster.kernel_seconds(kernel.op, flops, moved)))
+    return Work(COMPUTE, float(mesh.cluster.kernel_seconds(kernel.op, *kernel_work(kernel, mesh.sizes))))
 
 
 def sends(node: Node, mesh: Mesh) -> bool:

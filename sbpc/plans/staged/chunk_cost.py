@@ -30,7 +30,8 @@ class ProgramCost:
 
     seconds: from its start to its end. busy: those in which it computes, longer where collectives run beside.
     compute, comm: what kernels and collectives take by themselves. flops, flops_one_device: of a rank, and of one
-    device doing it all. again: seconds of computing values again. sent: bytes by axis.
+    device doing it all. again, flops_again: seconds of computing values again, and one device's flops. sent: bytes by
+    axis.
     """
 
     seconds: float = 0.0
@@ -40,6 +41,7 @@ class ProgramCost:
     flops: float = 0.0
     flops_one_device: float = 0.0
     again: float = 0.0
+    flops_again: float = 0.0
     sent: Counter[str] = field(default_factory=Counter)
 
     @classmethod
@@ -50,7 +52,7 @@ class ProgramCost:
         kernels, again, transfers = kernels_and_transfers(gm.graph.nodes)
         compute, flops, one_device = compute_totals(kernels, mesh)
         comm, sent = comm_totals(transfers, mesh)
-        again_seconds, _, _ = compute_totals(again, mesh)
+        again_seconds, _, flops_again = compute_totals(again, mesh)
         return cls(
             makespan(events),
             busy_seconds(events)[COMPUTE],
@@ -59,6 +61,7 @@ class ProgramCost:
             flops,
             one_device,
             again_seconds,
+            flops_again,
             Counter(sent),
         )
 
@@ -210,7 +213,7 @@ def together(costs: Sequence[ChunkCost]) -> ChunkCost:
             if side in which and main in which:
                 seconds = beside(costs, which, side)
         sent = sum((one.sent for one in each), Counter[str]())
-        names = "busy", "compute", "comm", "flops", "flops_one_device", "again"
+        names = "busy", "compute", "comm", "flops", "flops_one_device", "again", "flops_again"
         return ProgramCost(seconds, sent=sent, **{name: sum(getattr(one, name) for one in each) for name in names})
 
     @functools.cache

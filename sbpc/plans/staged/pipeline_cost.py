@@ -345,7 +345,7 @@ class Pipeline:
             compute,
             communicate,
             flops,
-            self.flops_one_device,
+            self.one_device("flops_one_device"),
             self.bytes_sent,
             self.memory,
             self.lower_bound,
@@ -354,18 +354,28 @@ class Pipeline:
             serial_bound,
             again,
             bubble,
+            self.optimizer_seconds,
+            self.one_device("flops_one_device") - self.one_device("flops_again"),
             self.terms_of(most),
         )
         return replace(cost, lower_bound=min(self.lower_bound, cost.paid))
 
-    @property
-    def flops_one_device(self) -> float:
-        """Flops of the model on one device."""
+    def one_device(self, which: str) -> float:
+        """Returns flops of the model on one device."""
         return sum(
-            self.parts[at].program(each).flops_one_device * n
+            getattr(self.parts[at].program(each), which) * n
             for at in range(len(self.parts))
             for each, n in self.tally(at).items()
         )
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """Seconds of the optimizer's update on the stage that has most to update: parameters and its state are read
+        and written, gradients read, once."""
+        trained = max(sum(self.parts[at].trained for at in self.chunks_on(stage)) for stage in range(self.stages))
+        if self.options.optimizer is None or not trained:
+            return 0.0
+        return float(self.mesh.cluster.kernel_seconds("", 0.0, (3 + 2 * self.options.copies) * trained))
 
     def terms_of(self, stage: int) -> Callable[[], Terms] | None:
         """Returns what makes the terms of the formulas of a stage's cost; None where nothing is known of its
