@@ -114,6 +114,13 @@ def test_a_call_that_counts_places_of_a_split_dim_takes_what_it_is_written_as(na
     assert plan.cost.memory_expr.xreplace(numbers) == plan.cost.memory["total"]
 
 
+def test_operands_that_are_laid_out_anew_for_an_op_without_a_rule_are_counted() -> None:
+    model, args = nn.Bilinear(40, 40, 8), (torch.randn(6, 40), torch.randn(6, 40))
+    model.weight.data = model.weight.data.mT.contiguous().mT  # a collective gives it in order, and it is put back
+    plan = sbpc.plan(model, args, Mesh(x=2), train=False, pin={"weight": "S(0)"})
+    assert plan.cost.memory["total"] == pytest.approx(sbpc.simulate(plan, model, args).peak_memory, abs=16)
+
+
 def test_a_limit_that_cannot_be_met_names_what_holds_most() -> None:
     model, args = models.mlp(batch=12)
     with pytest.raises(MemoryLimitError) as raised:

@@ -133,7 +133,7 @@ class Life:
             else:
                 sizes = sizes_of(node, mesh)
                 sizes = [max(life.size[reads[0]], *sizes)] if node.target in WHOLE else sizes
-                calls = written(node, mesh)
+                calls, reads = written(node, mesh), life.add_copies(node, reads, mesh)
                 values[node] = life.add_call(node, reads, sizes) if calls is None else life.add_written(node, *calls)
                 if node.op == "placeholder":
                     life.last[values[node][0]] = math.inf
@@ -151,6 +151,18 @@ class Life:
         for storage in reads:
             self.last[storage] = max(self.last[storage], at)
         return made
+
+    def add_copies(self, node: Node, reads: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
+        """Adds the copies of operands that are laid out as when captured, since the op may read strides: one without
+        a rule, or with one of the user's. Returns what it reads."""
+        match = node.meta.get("match")
+        if node.op != "call_function" or (match is not None and not match.entry.source):
+            return reads
+        found: tuple[int, ...] = ()
+        for operand in operands(node):
+            lies = self.values[operand]
+            found += self.add_call(node, lies, sizes_of(operand, mesh)) if moved_in_memory(operand) else lies
+        return found
 
     def add_written(
         self, node: Node, calls: Sequence[tuple[Sequence[int], Sequence[int]]], results: Sequence[int]
@@ -310,6 +322,15 @@ def calls_of_op(node: Node, shards: Sequence[torch.Tensor], local: Mapping[str, 
     args, kwargs = map_arg((node.args, dict(node.kwargs)), dict(zip(operands(node), shards)).__getitem__)
     results = node.meta["match"].localize(call, args, kwargs, local, offsets)
     return calls, [0 if x is None else numbers[storage_of(x)] for x in flat_outputs(results)]
+
+
+def moved_in_memory(operand: Node) -> bool:
+    """Returns whether the dims of an operand lie in memory in another order than when captured, or with gaps."""
+    value = operand.meta["val"]
+    dims = range(value.dim())
+    order = dims if value.is_contiguous() else sorted(dims, key=lambda dim: -value.stride(dim))
+    held = torch.empty(value.shape, device="meta") if is_boxing(operand) else value
+    return not held.permute(*order).is_contiguous()
 
 
 def is_view(node: Node) -> bool:
