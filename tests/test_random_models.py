@@ -43,6 +43,10 @@ def test_models_that_once_were_not_planned_are() -> None:
     check([568])  # products whose results lie in memory so that no view reads them
 
 
+def test_memory_that_once_was_told_otherwise_is_as_counted() -> None:
+    check([1011])  # a gradient of a weight that lies in other strides, which is sent without a copy
+
+
 def test_what_rounding_alone_moves_as_far_is_no_wrong_number() -> None:
     """As the norm of a single number, and what goes on from it; a sound net is moved by next to nothing."""
     check([832, 1693])

@@ -24,13 +24,14 @@ from sbpc._compat import storage_of, tree_leaves
 from sbpc.boxing.lower import lower
 from sbpc.boxing.steps import Step
 from sbpc.graph.about import is_boxing
-from sbpc.graph.operands import is_sum, leaves, nodes_in, operands
+from sbpc.graph.operands import is_sum, leaves, nodes_in, operands, value_of
 from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.mesh import Mesh
 from sbpc.rules.binding import flat_outputs
 from sbpc.rules.choices import local_sizes
 from sbpc.rules.match import Match
 
+CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 POSITION = 8  # bytes of a rank's position on one axis
 # copy all memory that their first operand is a view of
 WHOLE = torch.ops.aten.slice_scatter.default, torch.ops.aten.select_scatter.default
@@ -189,7 +190,7 @@ class Life:
         source, value = node.all_input_nodes[0], node.meta["val"]
         while is_boxing(source) and self.values[source] == self.values[source.all_input_nodes[0]]:
             source = source.all_input_nodes[0]
-        in_order = is_boxing(source) or source.meta["val"].is_contiguous()
+        in_order = is_boxing(source) or lies_in_order(source)
         return emitted(step, tuple(value.shape), value.dtype, mesh, in_order)
 
     def add_member(
@@ -324,13 +325,20 @@ def calls_of_op(node: Node, shards: Sequence[torch.Tensor], local: Mapping[str, 
     return calls, [0 if x is None else numbers[storage_of(x)] for x in flat_outputs(results)]
 
 
+def lies_in_order(node: Node) -> bool:
+    """Returns whether the elements of what a call gives lie in memory in order on a rank: as when captured, but for
+    the backward of a convolution over one dim, which is given its weight in order."""
+    value = node.meta["val"]
+    return value.is_contiguous() or (value.dim() == 3 and value_of(node)[0].target is CONVOLUTION_BACKWARD)
+
+
 def moved_in_memory(operand: Node) -> bool:
     """Returns whether the dims of an operand lie in memory in another order than when captured, or with gaps."""
     value = operand.meta["val"]
     dims = range(value.dim())
     order = dims if value.is_contiguous() else sorted(dims, key=lambda dim: -value.stride(dim))
     held = torch.empty(value.shape, device="meta") if is_boxing(operand) else value
-    return not held.permute(*order).is_contiguous()
+    return not held.permute([*order]).is_contiguous()
 
 
 def is_view(node: Node) -> bool:
