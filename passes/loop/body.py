@@ -168,12 +168,16 @@ class BodyWriter(Unroller):
             if dim is not None:
                 copy.meta["val"] = part(node.meta["val"], dim, self.count)
             add_port(self.ports, INPUT, Source("argument", int(port.name), dim))
-        for place, join in enumerate(node for node in self.boxed.graph.nodes if node in early):
-            self[join] = [self.given(f"whole_{place}", {"val": join.meta["val"]})]
+        joins = [node for node in self.boxed.graph.nodes if node in early]
+        whole = [self.given(f"whole_{place}", {"val": join.meta["val"]}) for place, join in enumerate(joins)]
+        for place in range(len(joins)):
             add_port(self.ports, INPUT, Source("before", place))
         with self.mode:
             self.index = self.given(INDEX, {"val": torch.empty((), dtype=torch.int64)})
         add_port(self.ports, INPUT, Source("index", 0))
+        for join, value in zip(joins, whole):
+            self.turn_to(join)
+            self[join] = self.cut(join.meta["step"], [value]) if join.meta["sbp"].cuts else [value]
 
     def written(self, node: Node) -> list[Any]:
         """Writes one node, and returns what stands for it."""
