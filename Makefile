@@ -58,6 +58,7 @@ prove-library: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check
 
 types: $(READY)
 	$(BIN)/mypy

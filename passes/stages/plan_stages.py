@@ -17,7 +17,7 @@ from sbpc.mesh.states import B, Partial, Split, State
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.micro_batches import batch_of
 from sbpc.passes.stages.balance import cuts_of, places_of
-from sbpc.passes.stages.cut import Piece, cut
+from sbpc.passes.stages.cut import StageGraph, cut
 from sbpc.passes.stages.zero import Build, within_levels
 from sbpc.plans.chunk import Assignment, Chunk
 from sbpc.plans.options import Options
@@ -142,7 +142,7 @@ def too_large(plan: Plan, memory: float) -> MemoryLimitError:
     return MemoryLimitError(f"{what}\n  {parts}\n  Give more memory, more micro-batches, or {ranks}.", plan)
 
 
-def chunks_of(whole: Plan, pieces: list[Piece], made: Made) -> list[Chunk]:
+def chunks_of(whole: Plan, pieces: list[StageGraph], made: Made) -> list[Chunk]:
     """Returns the chunks with the layouts of the plan of the whole body."""
     nodes = {node.name: node for node in whole.annotated.graph.nodes}
     borders = {name: border(whole, nodes[name]) for piece in pieces for name in piece.receives.values()}
@@ -173,7 +173,7 @@ def chunks_of(whole: Plan, pieces: list[Piece], made: Made) -> list[Chunk]:
     return chunks
 
 
-def left(whole: Plan, piece: Piece, borders: Mapping[str, Layout], port: Port) -> Layout:
+def left(whole: Plan, piece: StageGraph, borders: Mapping[str, Layout], port: Port) -> Layout:
     """Returns the layout in which a chunk leaves an output."""
     if port in piece.sends:
         return borders[piece.sends[port]]

@@ -71,8 +71,8 @@ def plan(
     process that made the plan. A forward that counts its calls in an attribute or a global, keeps a tensor in one,
     or draws random numbers of Python or numpy, is refused, and so are hooks on parameters.
 
-    train      forward and backward, else the forward alone. To evaluate beside training, plan `model.eval()` with `train=False,
-               pin=plan.parameters`; see `evaluate` of `sbpc.parallelize`.
+    train      forward and backward, else the forward alone. To evaluate beside training, plan `model.eval()` with
+               `train=False, pin=plan.parameters`; see `evaluate` of `sbpc.parallelize`.
     dtype      the type for autocast, such as torch.bfloat16; None is no autocast.
     capture    "light", or "aot" for torch's own tracer.
     dump       a folder for the text of the graph after every pass.
@@ -84,8 +84,8 @@ def plan(
     >>> import sbpc, torch
     >>> with torch.device("meta"):
     ...     model, x = torch.nn.Linear(16, 64), torch.empty(32, 16)
-    >>> plan = sbpc.plan(model, (x,), sbpc.Mesh(p=2), pin={"weight": "B"}, dynamic={"weight": ("4*h", "h")},
-    objective="serial")
+    >>> options = {"pin": {"weight": "B"}, "dynamic": {"weight": ("4*h", "h")}, "objective": "serial"}
+    >>> plan = sbpc.plan(model, (x,), sbpc.Mesh(p=2), **options)
     >>> plan.layout("weight"), plan.cost.gap, sorted(map(str, plan.cost.bytes_expr["p"].free_symbols))
     ([B], 0.0, ['h', 'p'])
 

@@ -42,8 +42,7 @@ class TooLarge(MemoryLimitError):
         self.needed = needed
         super().__init__(
             f"the strategy that needs least, {what}, takes {needed:,} bytes a rank, the limit is {memory:,.0f}: it "
-            "lacks "
-            f"{needed - memory:,.0f}\n  Give more devices, or more memory."
+            f"lacks {needed - memory:,.0f}\n  Give more devices, or more memory."
         )
 
 

@@ -128,7 +128,7 @@ def wire(
     return WIRE[step.collective](math.prod(ranks[at] for at in step.axes), block)
 
 
-# --- all layouts and steps as arrays: see `sbpc.mesh.layout_codes` ---------------------------------------------------
+# --- all layouts and steps as arrays: see `sbpc.mesh.layout_codes` ----------------------------------------------------
 def all_layouts(rank: int, extremes: Sequence[str | None]) -> tuple[Array, Array]:
     """Of every layout of a tensor with `rank` dims the states [layouts, axes] and the bits of the order of its cuts.
 

@@ -121,8 +121,7 @@ class Cost:
         sent = ", ".join(f"{size:,.0f} over {axes}" for axes, size in self.bytes_sent.items() if size) or "none"
         return (
             f"Cost({self.seconds:.6g} s: computing {self.compute_seconds:.6g} s, communicating "
-            f"{self.comm_seconds:.6g} s; "
-            f"bytes sent {sent}; memory {self.memory['total']:,} bytes; gap {self.gap:.2%})"
+            f"{self.comm_seconds:.6g} s; bytes sent {sent}; memory {self.memory['total']:,} bytes; gap {self.gap:.2%})"
         )
 
     @property

@@ -80,7 +80,7 @@ class MemoryCurve:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ProgramCurve:
     """The curve of one program. calls: by moment. alive: by group its bytes, besides what is there before. life,
     start: of its calls, and the first of these. groups: by storage."""
 
@@ -93,27 +93,26 @@ class Piece:
 
 def memory_curve(plan: PlannedStep, stage: int) -> MemoryCurve:
     """Returns the curve of a step on a rank of a stage."""
-    parts = {at: plan.parts[at] for at in plan.chunks_on(stage)}
+    parts = {at: plan.chunk_costs[at] for at in plan.chunks_on(stage)}
     trained = sum(part.trained for part in parts.values())
     stored = {
         PARAMETERS: sum(sum(part.homes.values()) for part in parts.values()),
         OPTIMIZER: plan.options.copies * trained,
     }
     always = Counter(stored) + Counter({INPUTS: sum(part.buffers for part in parts.values())})
-    known, found = functools.cache(functools.partial(piece, plan)), list[tuple[str, Counter[tuple[str, str]], Piece]]()
+    known = functools.cache(functools.partial(curve_of, plan))
+    found: list[tuple[str, Counter[tuple[str, str]], ProgramCurve]] = []
     for (which, at, first, flying, once), (_, action) in zip(plan.moments(stage), plan.order(stage)):
         held = Counter[tuple[str, str]]()
         for (chunk, kind), times in [*flying.items(), *((each, 1) for each in once)]:
-            held[GROUP_OF[kind], f"{kind} of chunk {chunk}" if len(parts) > 1 else kind] += times * parts[chunk].held(
-                kind
-            )
+            name = f"{kind} of chunk {chunk}" if len(parts) > 1 else kind
+            held[GROUP_OF[kind], name] += times * parts[chunk].held(kind)
         found.append(("" if action.kind == STEP else f"{action} ", held, known(at, which, first)))
     rows = {group: list[np.ndarray]() for group in GROUPS}
     for _, held, each in found:
         for group in GROUPS:
-            rows[group].append(
-                each.alive[group] + always[group] + sum(size for (name, _), size in held.items() if name == group)
-            )
+            more = sum(size for (name, _), size in held.items() if name == group)
+            rows[group].append(each.alive[group] + always[group] + more)
     at_end = always + Counter({GRADIENTS: trained})  # while the optimizer steps
     alive = {group: np.concatenate([*pieces, [at_end[group]]]).astype(np.int64) for group, pieces in rows.items()}
     peak = int(np.argmax(sum(alive.values())))
@@ -128,7 +127,7 @@ def memory_curve(plan: PlannedStep, stage: int) -> MemoryCurve:
 def held_at(plan: PlannedStep, stage: int, found: Sequence[Any], moment: int, trained: int) -> Iterator[Held]:
     """Yields what is alive at a moment of a step."""
     for at in plan.chunks_on(stage):
-        chunk, homes = plan.chunks[at], plan.parts[at].homes
+        chunk, homes = plan.chunks[at], plan.chunk_costs[at].homes
         yield from (Held(name, PARAMETERS, name.rpartition(".")[0], size) for name, size in homes.items() if size)
         for port, value in chunk.shapes.items():
             if port.kind in (BUFFER, SEED) and (size := bytes_at(value, chunk.given[port], chunk.mesh)):
@@ -149,7 +148,7 @@ def held_at(plan: PlannedStep, stage: int, found: Sequence[Any], moment: int, tr
     yield Held(GRADIENTS, GRADIENTS, "", trained)
 
 
-def piece(plan: PlannedStep, at: int, which: Parts, first: bool) -> Piece:
+def curve_of(plan: PlannedStep, at: int, which: Parts, first: bool) -> ProgramCurve:
     """Returns the curve of a program of a chunk. first: whether its gradients are the first ones."""
     programs = plan.programs[at]
     program = programs.program(which, not (first and (which == PARTS or programs.makes(which))))
@@ -169,7 +168,7 @@ def piece(plan: PlannedStep, at: int, which: Parts, first: bool) -> Piece:
         bytes_at(programs.chunk.shapes[port], programs.chunk.given[port], programs.chunk.mesh) for port in beside
     )
     alive[INPUTS] += POSITION * len(programs.chunk.mesh.axes) + come
-    return Piece([moment.node for moment in life.moments[start:]], alive, life, start, groups)
+    return ProgramCurve([moment.node for moment in life.moments[start:]], alive, life, start, groups)
 
 
 def groups_of(life: Life, programs: ChunkPrograms, program: Program) -> list[str]:

@@ -102,7 +102,7 @@ class Plan(PlannedStep):
         for, and what holds most at the peak."""
         return memory_curve(self, self.fullest)
 
-    # --- how good it is ----------------------------------------------------------------------------------------------
+    # --- how good it is -----------------------------------------------------------------------------------------------
     @property
     def solved(self) -> Plan:
         """The plan whose layout problem is that of the step: itself, or that of a micro-batch. Raises PlanError if
@@ -190,7 +190,7 @@ class Plan(PlannedStep):
         """
         return self.rewriter.diff(self, other)
 
-    # --- where it goes -----------------------------------------------------------------------------------------------
+    # --- where it goes ------------------------------------------------------------------------------------------------
     @property
     def rewriter(self) -> Any:
         """The functions of the pipeline that the plan calls."""

@@ -166,8 +166,7 @@ def certify(problem: Problem, finer: Sequence[int], seconds: float, limit: float
     return min(best[0], seconds), best[1]
 
 
-# --- the problems that messages solve, and multipliers from them
-# -----------------------------------------------------------
+# --- the problems that messages solve, and multipliers from them ------------------------------------------------------
 @dataclass(eq=False)
 class SubProblem:
     """A problem made of a part of a folded one.

@@ -154,11 +154,11 @@ def predicted(row: dict[str, Any], found: Measured, rates: Rates) -> float:
     mesh = mesh_of(row, cluster)
     plan = replace(found.plan, options=replace(found.plan.options, objective=OBJECTIVES[found.programs[0].overlaps]))
     parts = []
-    for part, programs in zip(plan.parts, found.programs):
+    for part, programs in zip(plan.chunk_costs, found.programs):
         programs.plan.mesh = inner(mesh)  # what was scheduled stays in its order
         program = functools.cache(lambda which, programs=programs: ProgramCost.of(programs, programs.of(which)))
         parts.append(replace(part, program=program))
-    plan.parts = parts
+    plan.chunk_costs = parts
     schedule = f"interleaved:{row['chunks']}" if row["chunks"] > 1 else "1f1b"
     return repeated(plan, found.times, mesh, "pipe", schedule, row["gbs"] // (row["dp"] * row["mbs"])).cost.seconds
 

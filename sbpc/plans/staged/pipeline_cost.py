@@ -4,6 +4,7 @@ one micro-batch."""
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -37,8 +38,8 @@ class Moment(NamedTuple):
 class Pipeline:
     """Stages that work on micro-batches: one stage and one micro-batch where the schedule is STEP.
 
-    mesh: all axes. axis: that of the stages, None where all ranks are one stage. count: micro-batches. parts: by
-    chunk what it costs. arrivals: by chunk what it receives.
+    mesh: all axes. axis: that of the stages, None where all ranks are one stage. count: micro-batches.
+    chunk_costs, arrivals: by chunk what it costs, and what it receives.
     """
 
     mesh: Mesh
@@ -48,7 +49,7 @@ class Pipeline:
     lower_bound: float
     serial_bound: float = 0.0
     count: int
-    parts: Sequence[ChunkCost]
+    chunk_costs: Sequence[ChunkCost]
     arrivals: Sequence[Sequence[Arrival]]
 
     @property
@@ -79,12 +80,8 @@ class Pipeline:
     def needs(self, action: Action) -> list[Action]:
         """Returns the actions that one can begin only after."""
         kind, at, batch = action
-        arrivals = self.arrivals[at] if kind != WEIGHTS else ()
-        found = [
-            self.acting(late, source, batch)
-            for source, late, read_late, _ in arrivals
-            if read_late == (kind != FORWARD)
-        ]
+        read = [each for each in self.arrivals[at] if kind != WEIGHTS and each.read_late == (kind != FORWARD)]
+        found = [self.acting(each.late, each.source, batch) for each in read]
         if kind not in (FORWARD, STEP):
             found.append(action.of_kind(INPUTS if kind == WEIGHTS else FORWARD))
         return list(dict.fromkeys(found))
@@ -107,7 +104,7 @@ class Pipeline:
         """How many micro-batches have actions."""
         return self.count
 
-    # --- what an action runs -----------------------------------------------------------------------------------------
+    # --- what an action runs ------------------------------------------------------------------------------------------
     @functools.cached_property
     def actions(self) -> list[list[Action]]:
         """By stage what it does, in order.
@@ -121,14 +118,8 @@ class Pipeline:
         last = {action.chunk: action for mine in order for action in mine if action.kind == BACKWARD}
         sent_late = {source for source, _, late in self.sent if late}
         parted = {action for chunk, action in last.items() if chunk in sent_late}
-        return [
-            [
-                each
-                for action in mine
-                for each in ([action.of_kind(k) for k in (INPUTS, WEIGHTS)] if action in parted else [action])
-            ]
-            for mine in order
-        ]
+        split = {action: [action.of_kind(kind) for kind in (INPUTS, WEIGHTS)] for action in parted}
+        return [[each for action in mine for each in split.get(action, [action])] for mine in order]
 
     @functools.cached_property
     def everything(self) -> dict[Action, None]:
@@ -138,13 +129,7 @@ class Pipeline:
     def acting(self, late: bool, chunk: int, micro_batch: int) -> Action:
         """Returns the action that sends or reads what crosses, in the forward or `late`."""
         inputs = Action(INPUTS, chunk, micro_batch)
-        return (
-            Action(FORWARD, chunk, micro_batch)
-            if not late
-            else inputs
-            if inputs in self.everything
-            else inputs.of_kind(BACKWARD)
-        )
+        return inputs.of_kind(FORWARD if not late else INPUTS if inputs in self.everything else BACKWARD)
 
     @functools.cached_property
     def merged(self) -> dict[Action, Parts]:
@@ -172,26 +157,22 @@ class Pipeline:
         inside = {(part, action.chunk) for action, which in self.merged.items() for part in which}
         if self.schedule == STEP:
             return {}
-        return {
-            (part, at): None for part in (BEFORE, AFTER) for at in range(len(self.parts)) if (part, at) not in inside
-        }
+        every = itertools.product((BEFORE, AFTER), range(len(self.chunk_costs)))
+        return {each: None for each in every if each not in inside}
 
     def order(self, stage: int) -> list[tuple[Parts, Action]]:
         """Returns what a stage runs, in order: the parts of each program, and the action. What is done once and with
         no action has the name of its part for the kind of one."""
         mine = self.chunks_on(stage)
-        early, late = (
-            [((part,), Action(part, at, 0)) for at in mine if (part, at) in self.apart] for part in (BEFORE, AFTER)
-        )
+        once = [[((part,), Action(part, at, 0)) for at in mine if (part, at) in self.apart] for part in (BEFORE, AFTER)]
+        early, late = once
         return [*early, *((self.runs(action), action) for action in self.actions[stage]), *late]
 
     def tally(self, chunk: int) -> Counter[Parts]:
         """Returns how often each program of a chunk runs in a step."""
         found = Counter(self.runs(action) for mine in self.actions for action in mine if action.chunk == chunk)
         found.update((part,) for part, at in self.apart if at == chunk)
-        steady = [
-            RUNS[kind] for kind in ((FORWARD, INPUTS, WEIGHTS) if self.schedule == "zbv" else (FORWARD, BACKWARD))
-        ]
+        steady = [RUNS[k] for k in ((FORWARD, INPUTS, WEIGHTS) if self.schedule == "zbv" else (FORWARD, BACKWARD))]
         return found + Counter(dict.fromkeys(steady, self.count - self.simulated))
 
     @property
@@ -199,7 +180,7 @@ class Pipeline:
         """How many times as fast a stage computes while no other one does."""
         return min(self.mesh.cluster.sharing, self.stages)
 
-    # --- what a step costs -------------------------------------------------------------------------------------------
+    # --- what a step costs --------------------------------------------------------------------------------------------
     @functools.cached_property
     def spans(self) -> dict[Action, tuple[float, float]]:
         """When every action starts and ends, in seconds since the step began."""
@@ -208,9 +189,8 @@ class Pipeline:
             starts = [max(starts)] * self.stages
         if self.alone == 1.0:
             return schedules.spans(self.actions, self.needs, self.seconds_of, self.sending, starts)
-        return schedules.shared_spans(
-            self.actions, self.needs, self.work_of, self.sending, starts, self.alone, self.mesh.cluster.taken
-        )
+        shared = self.alone, self.mesh.cluster.taken
+        return schedules.shared_spans(self.actions, self.needs, self.work_of, self.sending, starts, *shared)
 
     def seconds_of(self, action: Action) -> float:
         """Returns how long an action takes."""
@@ -222,7 +202,7 @@ class Pipeline:
         The device also takes its part of what comes from other stages, starts each message at both of its ends, and
         adds gradients to those of earlier micro-batches.
         """
-        chunk, cluster = self.parts[action.chunk], self.mesh.cluster
+        chunk, cluster = self.chunk_costs[action.chunk], self.mesh.cluster
         program = chunk.program(self.runs(action))
         compute = min(program.busy, program.seconds)
         comes = sum(self.sending(need, action) for need in self.needs(action))
@@ -245,7 +225,8 @@ class Pipeline:
 
     def single(self, stage: int, part: str) -> float:
         """Returns the seconds that a stage needs once, before or behind all its actions."""
-        return sum(self.parts[at].program((part,)).seconds for at in self.chunks_on(stage) if (part, at) in self.apart)
+        mine = [self.chunk_costs[at] for at in self.chunks_on(stage) if (part, at) in self.apart]
+        return sum(cost.program((part,)).seconds for cost in mine)
 
     @functools.cached_property
     def busy(self) -> list[float]:
@@ -293,8 +274,8 @@ class Pipeline:
     def flops_one_device(self) -> float:
         """Flops of the model on one device."""
         return sum(
-            self.parts[at].program(each).flops_one_device * n
-            for at in range(len(self.parts))
+            self.chunk_costs[at].program(each).flops_one_device * n
+            for at in range(len(self.chunk_costs))
             for each, n in self.tally(at).items()
         )
 
@@ -321,9 +302,9 @@ class Pipeline:
         """Returns a figure of a stage, added up over all that its chunks run."""
         mine = self.chunks_on(stage)
         added = self.count > 1 and which in ("seconds", "compute")
-        adds = sum(self.parts[at].adds() for at in mine) * (self.count - 1) if added else 0.0
+        adds = sum(self.chunk_costs[at].adds() for at in mine) * (self.count - 1) if added else 0.0
         return adds + sum(
-            getattr(self.parts[at].program(each), which) * times
+            getattr(self.chunk_costs[at].program(each), which) * times
             for at in mine
             for each, times in self.tally(at).items()
         )
@@ -340,7 +321,7 @@ class Pipeline:
         sent = Counter[str]()
         for at in self.chunks_on(stage):
             for which, times in self.tally(at).items():
-                sent += Counter({axis: size * times for axis, size in self.parts[at].program(which).sent.items()})
+                sent += Counter({axis: size * times for axis, size in self.chunk_costs[at].program(which).sent.items()})
         if self.axis is not None:
             sent[self.axis] += self.count * sum(
                 size for (source, *_), size in self.sent.items() if self.owners[source] == stage
@@ -354,7 +335,7 @@ class Pipeline:
         its backward. Gradients are there from a chunk's first backward on. Temporaries are what the peak has beyond
         all these.
         """
-        mine = [self.parts[at] for at in self.chunks_on(stage)]
+        mine = [self.chunk_costs[at] for at in self.chunks_on(stage)]
         summed = self.schedule != STEP
         kinds = {
             "parameters": sum(sum(part.homes.values()) for part in mine),
@@ -376,9 +357,10 @@ class Pipeline:
     def held_at(self, moment: Moment) -> tuple[int, int, int, int]:
         """Returns the bytes of the micro-batches in flight, those of what else a stage holds, and what the program
         adds at its most and between its forward and its backward."""
-        alive = sum(times * self.parts[at].held(kind) for (at, kind), times in moment.flying.items())
-        once = sum(self.parts[at].held(kind) for at, kind in moment.once)
-        return alive, once, *(self.parts[moment.chunk].rise(moment.which, moment.first) if moment.which else (0, 0))
+        alive = sum(times * self.chunk_costs[at].held(kind) for (at, kind), times in moment.flying.items())
+        once = sum(self.chunk_costs[at].held(kind) for at, kind in moment.once)
+        cost = self.chunk_costs[moment.chunk]
+        return alive, once, *(cost.rise(moment.which, moment.first) if moment.which else (0, 0))
 
     def moments(self, stage: int) -> Iterator[Moment]:
         """Yields what a stage runs, in order, and what it holds when that begins; last that nothing runs, unless all

@@ -106,7 +106,7 @@ def program_spans(plan: Any, stage: int) -> Iterator[tuple[Parts, Action, float,
     now = 0.0
     for which, action in plan.order(stage):
         if action.kind in (BEFORE, AFTER):
-            start, end = now, now + plan.parts[action.chunk].program(which).seconds
+            start, end = now, now + plan.chunk_costs[action.chunk].program(which).seconds
         else:
             start, end = plan.spans[action]
         yield which, action, start, end
