@@ -25,7 +25,7 @@ demo: $(READY)
 	$(BIN)/sbpc demo
 
 # Without files of bytecode every start of Python would compile sbpc, and every run of pytest its tests.
-test prove prove-library: export PYTHONDONTWRITEBYTECODE =
+demo test prove prove-library: export PYTHONDONTWRITEBYTECODE =
 
 test: $(READY)
 	$(BIN)/python -m pytest $(SHORT)
