@@ -69,18 +69,16 @@ def parallelize(
     floating-point numbers on GPUs, which ranks may have computed to other last bits. Ranks may evaluate alone where
     their programs send nothing.
 
-    `loss = module.step(*args)` runs forward and backward as one
-    program and leaves the gradients in `.grad`: it takes the seconds that the plan predicts. Backwards within `with
-    module.no_sync():` send no gradients; the next one outside sends their sum. A DTensor argument is brought to the
-    planned layout. Where the plan has a `loss`, give `(*args, *targets)`. `module.clip_grad_norm_(max_norm)` clips
-    the gradients by their norm over all ranks.
+    `loss = module.step(*args)` runs forward and backward as one program and leaves the gradients in `.grad`: it takes
+    the seconds that the plan predicts. Backwards within `with module.no_sync():` send no gradients; the next one
+    outside sends their sum. A DTensor argument is brought to the planned layout. Where the plan has a `loss`, give
+    `(*args, *targets)`. `module.clip_grad_norm_(max_norm)` clips the gradients by their norm over all ranks.
 
-    A loop over micro-batches, with stages or without, is run by `module.step(*args)` alone: every rank gives the
-    whole batch, the same on all, and gets the results. For a forward, or a backward apart, give a plan of one
-    program in `also`, which stages do not have: there a rank holds the parameters of its stages, and those of other
-    stages are None. Whole state dicts load as they are; `state_dict()` has this rank's stages alone,
-    `sbpc.Checkpoints` saves all. Stages skip a step of `torch.amp.GradScaler` together if all have gradients of the
-    same dtypes.
+    A loop over micro-batches, with stages or without, is run by `module.step(*args)` alone: every rank gives the whole
+    batch, the same on all, and gets the results. For a forward, or a backward apart, give a plan of one program in
+    `also`, which stages do not have: there a rank holds the parameters of its stages, and those of other stages are
+    None. Whole state dicts load as they are; `state_dict()` has this rank's stages alone, `sbpc.Checkpoints` saves all.
+    Stages skip a step of `torch.amp.GradScaler` together if all have gradients of the same dtypes.
 
     also       more plans of the model, made with `pin=plan.parameters`, so that they store the parameters as `plan`
                does: for arguments of other shapes, such as a last smaller batch, for `.eval()`, or with `train=False`;

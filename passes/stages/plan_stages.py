@@ -48,10 +48,9 @@ def staged(
 ) -> Plan:
     """Returns the plan of an annotated step with stages along an axis, with one stage where `options` name none.
 
-    solve: plans the body on the mesh of a stage; of several plans the one whose step is shortest is taken. spare:
-    lays it out in other ways that may take fewer bytes. search: what plans it under limits of bytes, from the plan
-    without. made: makes a chunk there. Raises PlanError if the model cannot be cut so, MemoryLimitError if no plan
-    fits.
+    solve: plans the body on the mesh of a stage; of several plans the one whose step is shortest is taken. spare: lays
+    it out in other ways that may take fewer bytes. search: what plans it under limits of bytes, from the plan without.
+    made: makes a chunk there. Raises PlanError if the model cannot be cut so, MemoryLimitError if no plan fits.
     """
     axis, schedule, count = options.stages, options.schedule, options.microbatches
     assert count is not None

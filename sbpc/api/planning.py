@@ -112,9 +112,8 @@ def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, **opt
     "one weird trick"   convolutions split the batch, linear layers are columns then rows (Krizhevsky 2014)
 
     What a scheme leaves open is solved, so this is the best plan of its kind. Where nothing overlaps
-    (`objective="serial"`) no plan of `sbpc.plan` is slower than the best of these, except where all nodes together
-    have more than 100,000 choices (a large model, or a few layers on four axes): there it may be slower by a gap
-    below 3 %.
+    (`objective="serial"`) no plan of `sbpc.plan` is slower than the best of these, except where all nodes together have
+    more than 100,000 choices (a large model, or a few layers on four axes): there it may be slower by a gap below 3 %.
 
     Raises PlanError if the scheme does not fit the model or the mesh, and what `sbpc.plan` raises.
     """

@@ -51,10 +51,9 @@ class StrategyRow:
     """A strategy and what a step is predicted to take. `plan` is made when it is asked for.
 
     mesh: axes pipe, data and tensor. stages: ranks along pipe. cost: seconds of a step. Of these the busiest stage
-    computes compute_seconds, recompute_seconds among them, waits exposed_seconds for collectives and bubble_seconds
-    for other stages. memory: bytes of a rank by kind, "total" at the peak. lower_bound: what no strategy of the
-    search takes less, those among them that have no row. refused: the strategies without a row, each with the
-    reason.
+    computes compute_seconds, recompute_seconds among them, waits exposed_seconds for collectives and bubble_seconds for
+    other stages. memory: bytes of a rank by kind, "total" at the peak. lower_bound: what no strategy of the search
+    takes less, those among them that have no row. refused: the strategies without a row, each with the reason.
     """
 
     mesh: Mesh
@@ -98,9 +97,8 @@ class Search:
         """Returns the rows of candidates, best first, for so many CPU seconds: what seems fastest is looked at next.
 
         A guess knows nothing but flops and parameters. So first each kind is looked at once, and then counts as many
-        times as it took. Each row has the bound of all candidates, whether they have a row or not: one that was
-        refused might have been cut or laid out otherwise. Raises MemoryLimitError if none fits, PlanError if none
-        can be cut.
+        times as it took. Each row has the bound of all candidates, whether they have a row or not: one that was refused
+        might have been cut or laid out otherwise. Raises MemoryLimitError if none fits, PlanError if none can be cut.
         """
         start, found, refused = time.process_time(), list[StrategyRow](), list[Refused]()
         errors, times, left = list[SbpcError](), dict[tuple[int, int], float](), list(candidates)

@@ -86,16 +86,15 @@ class Terms:
 class Cost:
     """The cost of one step of a plan on the busiest rank.
 
-    compute_seconds, comm_seconds: that kernels and collectives are busy, if each collective goes by itself.
-    makespan: seconds from the start of the step to its end, with collectives beside kernels, several in one message
+    compute_seconds, comm_seconds: that kernels and collectives are busy, if each collective goes by itself. makespan:
+    seconds from the start of the step to its end, with collectives beside kernels, several in one message
     (`sbpc.plans.timeline`), and stages as their schedule goes; None where everything runs one after the other.
     bubble_seconds: that a rank waits for other stages. flops, flops_one_device: of a rank, and of the model on one
-    device. bytes_sent: by axis ("data", merged ones "data+tensor", that of stages), padding included. memory: bytes
-    by kind (parameters, gradients, optimizer, activations, temporaries); "total" is the peak over the step.
-    lower_bound: what no plan of the same space, or no layouts of the same stages, can beat; seconds, or bytes where
-    `objective` is "bytes". serial_bound: what compute_seconds + comm_seconds of no plan can beat; with stages, those
-    of the mean one. recompute_seconds: the part of compute_seconds in which values of the forward are computed
-    again.
+    device. bytes_sent: by axis ("data", merged ones "data+tensor", that of stages), padding included. memory: bytes by
+    kind (parameters, gradients, optimizer, activations, temporaries); "total" is the peak over the step. lower_bound:
+    what no plan of the same space, or no layouts of the same stages, can beat; seconds, or bytes where `objective` is
+    "bytes". serial_bound: what compute_seconds + comm_seconds of no plan can beat; with stages, those of the mean one.
+    recompute_seconds: the part of compute_seconds in which values of the forward are computed again.
 
     `expr` (of compute_seconds + comm_seconds, whatever overlaps, of the busiest stage), `bytes_expr` (over the axes
     of a stage) and `memory_expr` (of the peak, with the calls in the plan's order) are formulas in the sizes of

@@ -54,9 +54,8 @@ class MemoryCurve:
     """Bytes alive on the busiest rank at every moment of a step; a moment is a call.
 
     calls: by moment the name of the node of the boxed graph that runs, in a loop behind that of the action; the last
-    moment is the optimizer's step, "". phases: by moment.
-    groups: by name of a group, its bytes at every moment; they sum to `bytes`. peak: the moment at which most is
-    alive. held: what is alive there, the largest first.
+    moment is the optimizer's step, "". phases: by moment. groups: by name of a group, its bytes at every moment; they
+    sum to `bytes`. peak: the moment at which most is alive. held: what is alive there, the largest first.
     """
 
     calls: tuple[str, ...]

@@ -138,9 +138,8 @@ class Clock:
     """The time on the computing stream while a program runs, and the collectives that are on their way.
 
     Beside a collective kernels take `kernels_beside` times as long, and it takes `links_beside` times as long beside
-    kernels. To start one that is waited for later takes `start` seconds.
-    now: seconds since the step began. links: by stream, the collectives that have not ended, in order. last: by what
-    a message is called, the last collective of it.
+    kernels. To start one that is waited for later takes `start` seconds. now: seconds since the step began. links: by
+    stream, the collectives that have not ended, in order. last: by what a message is called, the last collective of it.
     """
 
     def __init__(self, cluster: Cluster) -> None:
