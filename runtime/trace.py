@@ -10,8 +10,7 @@ On a GPU, stamps are events on the computing stream. A collective lasts from its
   of the wait.
 
 A group does collectives of one sort one after the other, so one that starts while another is on its way begins when
-that is done. On gloo two may run at a time: one that is done before the other was under way beside it since its
-start.
+that is done. On gloo two may run at a time: one that is done before the other was under way beside it since its start.
 """
 
 from __future__ import annotations

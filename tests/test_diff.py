@@ -121,7 +121,9 @@ def test_the_command_says_by_its_code_whether_plans_differ(
 
 def sent_within_stages(plan: Plan) -> float:
     tallies = (
-        (part.program(which), times) for at, part in enumerate(plan.parts) for which, times in plan.tally(at).items()
+        (part.program(which), times)
+        for at, part in enumerate(plan.chunk_costs)
+        for which, times in plan.tally(at).items()
     )
     return sum(times * sum(program.sent.values()) for program, times in tallies)
 

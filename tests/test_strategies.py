@@ -196,25 +196,27 @@ def test_a_guess_is_near_what_a_step_takes_that_sends_nothing() -> None:
         assert guess == pytest.approx(plan.cost.compute_seconds * (count + pipe - 1) / count, rel=0.02), (pipe, count)
 
 
-@pytest.mark.parametrize("level", range(4))
-def test_repeated_blocks_cost_what_a_plan_of_all_blocks_costs(level: int) -> None:
+def test_repeated_blocks_cost_what_a_plan_of_all_blocks_costs() -> None:
     model, args = models.gpt2(batch=8, layers=5, tied=False)
     short, lengths = short_model(model)
-    plans, loops = [], [loop_of(prepare(each, args).gm, 4) for each in (short, model)]
-    for loop in loops:
-        task = prepare(short, args)
-        blocks, at = short_plans(loop, task.stages, task.about, Mesh(data=2, cluster="a100"), "pipe", "adamw")
-        plans.append((at(level), [block_times(lengths if loop is loops[0] else {}, block) for block in blocks]))
-    (few, times), (whole, ones) = plans
-    mesh = whole.mesh
-    assert sum(times) == len(ones) == mesh.sizes[0] > len(times)
-    made = repeated(few, times, mesh, "pipe", "1f1b", 4)
-    assert made.cost.seconds == pytest.approx(whole.cost.seconds, rel=1e-2)
-    assert made.memory == pytest.approx(whole.memory, rel=1e-2)
-    assert made.bytes_sent == pytest.approx(whole.bytes_sent, rel=1e-2)
-    joined = repeated(few, times, Mesh(pipe=2, data=2, cluster="a100"), "pipe", "1f1b", 4)
-    plan = sbpc.plan(model, args, joined.mesh, stages="pipe", microbatches=4)
-    assert level or joined.cost.seconds == pytest.approx(plan.cost.seconds, rel=0.05)
+    task = prepare(short, args)
+    loops = [loop_of(each.gm, 4) for each in (task, prepare(model, args))]
+    (blocks, few_at), (all_blocks, whole_at) = (
+        short_plans(loop, task.stages, task.about, Mesh(data=2, cluster="a100"), "pipe", "adamw") for loop in loops
+    )
+    times, ones = [block_times(lengths, block) for block in blocks], [block_times({}, block) for block in all_blocks]
+    joined_mesh = Mesh(pipe=2, data=2, cluster="a100")
+    plan = sbpc.plan(model, args, joined_mesh, stages="pipe", microbatches=4)
+    for level in range(4):
+        few, whole = few_at(level), whole_at(level)
+        mesh = whole.mesh
+        assert sum(times) == len(ones) == mesh.sizes[0] > len(times)
+        made = repeated(few, times, mesh, "pipe", "1f1b", 4)
+        assert made.cost.seconds == pytest.approx(whole.cost.seconds, rel=1e-2)
+        assert made.memory == pytest.approx(whole.memory, rel=1e-2)
+        assert made.bytes_sent == pytest.approx(whole.bytes_sent, rel=1e-2)
+        joined = repeated(few, times, joined_mesh, "pipe", "1f1b", 4)
+        assert level or joined.cost.seconds == pytest.approx(plan.cost.seconds, rel=0.05)
 
 
 COMPARED: dict[str, tuple[dict[str, Any], int]] = {  # sizes of a GPT, and devices

@@ -157,7 +157,7 @@ def overlapped(
     result = replace(plan, options=options, lower_bound=bound, prover=prover, serial_bound=serial_bound, again=no_model)
     if plan.options is options:
         vars(result).update(
-            (name, each) for name, each in vars(plan).items() if name in ("programs", "parts", "memory")
+            (name, each) for name, each in vars(plan).items() if name in ("programs", "chunk_costs", "memory")
         )
     return result
 

@@ -19,7 +19,7 @@ from sbpc.mesh.states import B, Partial, Split, State
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.micro_batches import batch_of
 from sbpc.passes.stages.balance import cuts_of, places_of
-from sbpc.passes.stages.cut import Piece, cut
+from sbpc.passes.stages.cut import StageGraph, cut
 from sbpc.passes.stages.zero import Build, within_levels
 from sbpc.plans.chunk import Assignment, Chunk
 from sbpc.plans.options import Options
@@ -110,7 +110,7 @@ def staged(
 def breadth_first(plan: Plan, made: Made) -> Plan:
     """Returns a loop in which all micro-batches go through one chunk of the model before the next if that is faster
     and fits: gradients of a chunk then go home beside the backward of those before it. Else the loop as it is."""
-    (cost,), body = plan.parts, plan.body
+    (cost,), body = plan.chunk_costs, plan.body
     send = cost.program((INPUTS, WEIGHTS, AFTER)).seconds - cost.program((INPUTS, WEIGHTS)).seconds
     if not plan.overlaps or plan.mesh.cluster.name == "ideal" or send < GAIN * plan.cost.seconds:
         return plan
@@ -196,7 +196,7 @@ def too_large(plan: Plan, memory: float) -> MemoryLimitError:
     return MemoryLimitError(f"{what}\n  {parts}\n  Give more memory, more micro-batches, or {ranks}.", plan)
 
 
-def chunks_of(whole: Plan, pieces: list[Piece], made: Made) -> list[Chunk]:
+def chunks_of(whole: Plan, pieces: list[StageGraph], made: Made) -> list[Chunk]:
     """Returns the chunks with the layouts of the plan of the whole body."""
     nodes = {node.name: node for node in whole.annotated.graph.nodes}
     borders = {name: border(whole, nodes[name]) for piece in pieces for name in piece.receives.values()}
@@ -227,7 +227,7 @@ def chunks_of(whole: Plan, pieces: list[Piece], made: Made) -> list[Chunk]:
     return chunks
 
 
-def left(whole: Plan, piece: Piece, borders: Mapping[str, Layout], port: Port) -> Layout:
+def left(whole: Plan, piece: StageGraph, borders: Mapping[str, Layout], port: Port) -> Layout:
     """Returns the layout in which a chunk leaves an output."""
     if port in piece.sends:
         return borders[piece.sends[port]]

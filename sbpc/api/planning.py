@@ -69,8 +69,8 @@ def plan(
     process that made the plan. A forward that counts its calls in an attribute or a global, keeps a tensor in one,
     or draws random numbers of Python or numpy, is refused, and so are hooks on parameters.
 
-    train      forward and backward, else the forward alone. To evaluate beside training, plan `model.eval()` with `train=False,
-               pin=plan.parameters`; see `evaluate` of `sbpc.parallelize`.
+    train      forward and backward, else the forward alone. To evaluate beside training, plan `model.eval()` with
+               `train=False, pin=plan.parameters`; see `evaluate` of `sbpc.parallelize`.
     dtype      the type for autocast, such as torch.bfloat16; None is no autocast.
     capture    "light", or "aot" for torch's own tracer.
     dump       a folder for the text of the graph after every pass.
@@ -82,8 +82,8 @@ def plan(
     >>> import sbpc, torch
     >>> with torch.device("meta"):
     ...     model, x = torch.nn.Linear(16, 64), torch.empty(32, 16)
-    >>> plan = sbpc.plan(model, (x,), sbpc.Mesh(p=2), pin={"weight": "B"}, dynamic={"weight": ("4*h", "h")},
-    objective="serial")
+    >>> options = {"pin": {"weight": "B"}, "dynamic": {"weight": ("4*h", "h")}, "objective": "serial"}
+    >>> plan = sbpc.plan(model, (x,), sbpc.Mesh(p=2), **options)
     >>> plan.layout("weight"), plan.cost.gap, sorted(map(str, plan.cost.bytes_expr["p"].free_symbols))
     ([B], 0.0, ['h', 'p'])
 
@@ -110,9 +110,8 @@ def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, **opt
     "one weird trick"   convolutions split the batch, linear layers are columns then rows (Krizhevsky 2014)
 
     What a scheme leaves open is solved, so this is the best plan of its kind. Where nothing overlaps
-    (`objective="serial"`) no plan of `sbpc.plan` is slower than the best of these, except where all nodes together
-    have more than 100,000 choices (a large model, or a few layers on four axes): there it may be slower by a gap
-    below 3 %.
+    (`objective="serial"`) no plan of `sbpc.plan` is slower than the best of these, except where all nodes together have
+    more than 100,000 choices (a large model, or a few layers on four axes): there it may be slower by a gap below 3 %.
 
     Raises PlanError if the scheme does not fit the model or the mesh, and what `sbpc.plan` raises.
     """

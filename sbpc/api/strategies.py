@@ -45,8 +45,7 @@ class TooLarge(MemoryLimitError):
         self.needed = needed
         super().__init__(
             f"the strategy that needs least, {what}, takes {needed:,} bytes a rank, the limit is {memory:,.0f}: it "
-            "lacks "
-            f"{needed - memory:,.0f}\n  Give more devices, or more memory."
+            f"lacks {needed - memory:,.0f}\n  Give more devices, or more memory."
         )
 
 
@@ -105,9 +104,8 @@ class Search:
         """Returns the rows of candidates, best first, for so many CPU seconds: what seems fastest is looked at next.
 
         A guess knows nothing but flops and parameters. So first each kind is looked at once, and then counts as many
-        times as it took. Each row has the bound of all candidates, whether they have a row or not: one that was
-        refused might have been cut or laid out otherwise. Raises MemoryLimitError if none fits, PlanError if none
-        can be cut.
+        times as it took. Each row has the bound of all candidates, whether they have a row or not: one that was refused
+        might have been cut or laid out otherwise. Raises MemoryLimitError if none fits, PlanError if none can be cut.
         """
         start, found, refused = time.process_time(), list[StrategyRow](), list[Refused]()
         errors, times, left = list[SbpcError](), dict[tuple[int, int], float](), list(candidates)

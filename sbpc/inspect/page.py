@@ -130,7 +130,7 @@ class Drawn:
 def drawn(plan: Plan) -> list[Drawn]:
     """Returns the boxed graphs of a plan; chunks that are alike have one."""
     alike: dict[Any, list[int]] = {}
-    for at, part in enumerate(plan.parts):
+    for at, part in enumerate(plan.chunk_costs):
         alike.setdefault(id(part.program), []).append(at)
     found, start = list[Drawn](), 0
     for first, *others in alike.values():

@@ -205,7 +205,7 @@ def chunk_table(plan: Plan) -> Table:
             quantity(sum(part.homes.values()), "B"),
             ", ".join(chunk.sends.values()),
         )
-        for at, (chunk, part) in enumerate(zip(plan.chunks, plan.parts))
+        for at, (chunk, part) in enumerate(zip(plan.chunks, plan.chunk_costs))
     ]
     return Table(
         "chunks",
@@ -258,6 +258,6 @@ def stages_json(plan: Plan) -> dict[str, Any]:
                 "receives": list(chunk.receives.values()),
                 "sends": list(chunk.sends.values()),
             }
-            for at, (chunk, part) in enumerate(zip(plan.chunks, plan.parts))
+            for at, (chunk, part) in enumerate(zip(plan.chunks, plan.chunk_costs))
         ],
     }

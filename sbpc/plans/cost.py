@@ -90,8 +90,8 @@ class Terms:
 class Cost:
     """The cost of one step of a plan on the busiest rank.
 
-    compute_seconds, comm_seconds: that kernels and collectives are busy, if each collective goes by itself.
-    makespan: seconds from the start of the step to its end, with collectives beside kernels, several in one message
+    compute_seconds, comm_seconds: that kernels and collectives are busy, if each collective goes by itself. makespan:
+    seconds from the start of the step to its end, with collectives beside kernels, several in one message
     (`sbpc.plans.timeline`), and stages as their schedule goes; None where everything runs one after the other.
     bubble_seconds: that a rank waits for other stages. flops, flops_one_device: of a rank, and of the model on one
     device. bytes_sent: by axis ("data", merged ones "data+tensor", that of stages), padding included. memory: bytes
@@ -129,8 +129,7 @@ class Cost:
         sent = ", ".join(f"{size:,.0f} over {axes}" for axes, size in self.bytes_sent.items() if size) or "none"
         return (
             f"Cost({self.seconds:.6g} s: computing {self.compute_seconds:.6g} s, communicating "
-            f"{self.comm_seconds:.6g} s; "
-            f"bytes sent {sent}; memory {self.memory['total']:,} bytes; gap {self.gap:.2%})"
+            f"{self.comm_seconds:.6g} s; bytes sent {sent}; memory {self.memory['total']:,} bytes; gap {self.gap:.2%})"
         )
 
     @property

@@ -23,8 +23,8 @@ from sbpc.graph.ports import results
 from sbpc.plans.program_check import ShapeCheck
 from sbpc.rules.registry import match, row
 
-# Ops of captured models without a rule, or with one that fits some calls only (index_put: not of masks), where torch has
-# no decomposition of them into ops with rules. Each checks its operands itself, or FileCheck does; ops that crash or
+# Ops of captured models without a rule, or with one that fits some calls only (index_put: not of masks), where torch
+# has no decomposition of them into ops with rules. Each checks its operands itself, or FileCheck does; ops that crash or
 # give silent numbers on operands of other shapes, or on indices far outside, are left out.
 UNRULED = frozenset({
     "_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward", "_cdist_forward", "_fft_c2c", "_fft_c2r", "_fft_r2c",
@@ -43,8 +43,9 @@ POOLED = {
 }  # fmt: skip
 SAMPLED = ("grid_sampler_2d_backward", "grid_sampler_3d_backward")  # which trust the shape of their gradient
 MOVING = frozenset({  # what these give holds nothing but elements of their operands
-    "_unsafe_view", "alias", "all_gather_into_tensor", "all_to_all_single", "cat", "clone", "contiguous", "expand", "getitem", "narrow",
-    "permute", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unsqueeze", "view", "wait_tensor",
+    "_unsafe_view", "alias", "all_gather_into_tensor", "all_to_all_single", "cat", "clone", "contiguous", "expand",
+    "getitem", "narrow", "permute", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "t",
+    "transpose", "unsqueeze", "view", "wait_tensor",
 })  # fmt: skip
 
 
@@ -133,7 +134,8 @@ class FileCheck(ShapeCheck):
                 )
             self.require(all(map(within, leaves(value, Tensor))), "it reads memory outside its operand", n)
         if name in POOLED or name in SAMPLED:
-            self.check_backward(n, named_arguments(n.target, n.args, n.kwargs), POOLED.get(name))  # type: ignore[arg-type]
+            op: Any = n.target
+            self.check_backward(n, named_arguments(op, n.args, n.kwargs), POOLED.get(name))
         bound = self.bound(n, name)
         if bound is not None:
             self.bounds[n] = bound

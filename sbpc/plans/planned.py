@@ -50,7 +50,7 @@ class PlannedStep(Pipeline):
     serial_bound: float = 0.0
     body: PlannedStep | None = field(default=None, repr=False, compare=False)
 
-    # --- its stages, and its loop ------------------------------------------------------------------------------------
+    # --- its stages, and its loop -------------------------------------------------------------------------------------
     @property
     def axis(self) -> str | None:  # type: ignore[override]
         """The axis of the stages, None where all ranks are one stage."""
@@ -139,10 +139,10 @@ class PlannedStep(Pipeline):
         for name, having in self.summands.items() if self.axis else ():
             others = {self.owners[other] for other in self.shared[name]} - {stage}
             mine = [at for at in having if self.owners[at] == stage]
-            sent[str(self.axis)] += len(others) * sum(self.parts[at].homes[name] for at in mine)
+            sent[str(self.axis)] += len(others) * sum(self.chunk_costs[at].homes[name] for at in mine)
         return sent
 
-    # --- its layouts -------------------------------------------------------------------------------------------------
+    # --- its layouts --------------------------------------------------------------------------------------------------
     @property
     def ports(self) -> Ports:
         """What goes into and comes out of the step."""
@@ -203,7 +203,7 @@ class PlannedStep(Pipeline):
         graphs = [self.boxed] if self.loop is None else [chunk.annotated for chunk in self.chunks]
         return tuple(dict.fromkeys(remark for gm in graphs for remark in gm.meta["remarks"]))
 
-    # --- its programs ------------------------------------------------------------------------------------------------
+    # --- its programs -------------------------------------------------------------------------------------------------
     @property
     def chunk(self) -> Chunk:
         """The only chunk. Raises PlanError where there are several, each of which has graphs of its own."""
@@ -285,11 +285,11 @@ class PlannedStep(Pipeline):
         """Returns the bytes that a schedule may take of the whole step, besides those of the optimizer; None where
         nothing limits them."""
         limit = None if self.loop is not None else self.options.memory
-        return None if limit is None else limit - self.options.copies * self.parts[0].trained
+        return None if limit is None else limit - self.options.copies * self.chunk_costs[0].trained
 
     def forget(self) -> None:
         """Drops the boxed graph, what is alive in it and the programs. They are made again on use."""
-        for name in ("programs", "parts"):
+        for name in ("programs", "chunk_costs"):
             vars(self).pop(name, None)
         for chunk in self.chunks:
             for name in ("unscheduled", "cut_shapes"):
@@ -313,9 +313,9 @@ class PlannedStep(Pipeline):
             raise VerifyError(f"{mistake}\n  {REPORT}")
         return edges
 
-    # --- what it costs -----------------------------------------------------------------------------------------------
+    # --- what it costs ------------------------------------------------------------------------------------------------
     @functools.cached_property
-    def parts(self) -> list[ChunkCost]:  # type: ignore[override]
+    def chunk_costs(self) -> list[ChunkCost]:  # type: ignore[override]
         """What each chunk costs."""
         return costs_of(self.chunks, self.in_loop, self.programs)
 

@@ -176,8 +176,8 @@ class Match:
 
     @cached_property
     def product(self) -> tuple[Names, ...] | None:
-        """The factors of batch, rows, columns, depth and groups of a product of two operands; None for other ops. Groups
-        share out the rows."""
+        """The factors of batch, rows, columns, depth and groups of a product of two operands; None for other ops.
+        Groups share out the rows."""
         held = [{factor for dim in value.dims or () for factor in dim.factors} for value in self.bound.values]
         summed = {factor for factor in self.points if factor not in held[-1]}
         first, *rest = [factors for factors in held[:-1] if summed & factors] or [set()]

@@ -4,6 +4,7 @@ one micro-batch."""
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -52,8 +53,8 @@ class Moment(NamedTuple):
 class Pipeline:
     """Stages that work on micro-batches: one stage and one micro-batch where the schedule is STEP.
 
-    mesh: all axes. axis: that of the stages, None where all ranks are one stage. count: micro-batches. parts: by
-    chunk what it costs. arrivals: by chunk what it receives.
+    mesh: all axes. axis: that of the stages, None where all ranks are one stage. count: micro-batches.
+    chunk_costs, arrivals: by chunk what it costs, and what it receives.
     """
 
     mesh: Mesh
@@ -63,7 +64,7 @@ class Pipeline:
     lower_bound: float
     serial_bound: float = 0.0
     count: int
-    parts: Sequence[ChunkCost]
+    chunk_costs: Sequence[ChunkCost]
     arrivals: Sequence[Sequence[Arrival]]
 
     @property
@@ -94,12 +95,8 @@ class Pipeline:
     def needs(self, action: Action) -> list[Action]:
         """Returns the actions that one can begin only after."""
         kind, at, batch = action
-        arrivals = self.arrivals[at] if kind != WEIGHTS else ()
-        found = [
-            self.acting(late, source, batch)
-            for source, late, read_late, _ in arrivals
-            if read_late == (kind != FORWARD)
-        ]
+        read = [each for each in self.arrivals[at] if kind != WEIGHTS and each.read_late == (kind != FORWARD)]
+        found = [self.acting(each.late, each.source, batch) for each in read]
         if kind not in (FORWARD, STEP):
             found.append(action.of_kind(INPUTS if kind == WEIGHTS else FORWARD))
         return list(dict.fromkeys(found))
@@ -122,7 +119,7 @@ class Pipeline:
         """How many micro-batches have actions."""
         return self.count
 
-    # --- what an action runs -----------------------------------------------------------------------------------------
+    # --- what an action runs ------------------------------------------------------------------------------------------
     @functools.cached_property
     def actions(self) -> list[list[Action]]:
         """By stage what it does, in order.
@@ -136,14 +133,8 @@ class Pipeline:
         last = {action.chunk: action for mine in order for action in mine if action.kind == BACKWARD}
         sent_late = {source for source, _, late in self.sent if late}
         parted = {action for chunk, action in last.items() if chunk in sent_late}
-        return [
-            [
-                each
-                for action in mine
-                for each in ([action.of_kind(k) for k in (INPUTS, WEIGHTS)] if action in parted else [action])
-            ]
-            for mine in order
-        ]
+        split = {action: [action.of_kind(kind) for kind in (INPUTS, WEIGHTS)] for action in parted}
+        return [[each for action in mine for each in split.get(action, [action])] for mine in order]
 
     @functools.cached_property
     def everything(self) -> dict[Action, None]:
@@ -153,13 +144,7 @@ class Pipeline:
     def acting(self, late: bool, chunk: int, micro_batch: int) -> Action:
         """Returns the action that sends or reads what crosses, in the forward or `late`."""
         inputs = Action(INPUTS, chunk, micro_batch)
-        return (
-            Action(FORWARD, chunk, micro_batch)
-            if not late
-            else inputs
-            if inputs in self.everything
-            else inputs.of_kind(BACKWARD)
-        )
+        return inputs.of_kind(FORWARD if not late else INPUTS if inputs in self.everything else BACKWARD)
 
     @functools.cached_property
     def merged(self) -> dict[Action, Parts]:
@@ -187,9 +172,8 @@ class Pipeline:
         inside = {(part, action.chunk) for action, which in self.merged.items() for part in which}
         if self.schedule == STEP:
             return {}
-        return {
-            (part, at): None for part in (BEFORE, AFTER) for at in range(len(self.parts)) if (part, at) not in inside
-        }
+        every = itertools.product((BEFORE, AFTER), range(len(self.chunk_costs)))
+        return {each: None for each in every if each not in inside}
 
     @functools.cached_property
     def orders(self) -> Sequence[list[tuple[Parts, Action]]]:
@@ -211,7 +195,7 @@ class Pipeline:
         for action in self.actions[stage]:
             which = self.runs(action)
             found.append((which, action))
-            pieces = self.parts[action.chunk].late(which)
+            pieces = self.chunk_costs[action.chunk].late(which)
             if pieces or left:
                 left = self.run_of(which, action, left)[1]
             waiting += [((*which, *[LATE] * at), action.of_kind(f"{LATE}{at}")) for at in range(1, len(pieces) + 1)]
@@ -224,16 +208,14 @@ class Pipeline:
     def is_there(self, which: Parts, action: Action, left: Left) -> bool:
         """Returns whether all is there that a piece of what comes late waits for."""
         parts, piece = without_late(which)
-        messages = self.parts[action.chunk].late(parts)[piece - 1]
+        messages = self.chunk_costs[action.chunk].late(parts)[piece - 1]
         return not any(owner == action.chunk and name in messages for _, (owner, name), _ in left)
 
     def tally(self, chunk: int) -> Counter[Parts]:
         """Returns how often each program of a chunk runs in a step."""
         found = Counter(self.runs(action) for mine in self.actions for action in mine if action.chunk == chunk)
         found.update((part,) for part, at in self.apart if at == chunk)
-        steady = [
-            RUNS[kind] for kind in ((FORWARD, INPUTS, WEIGHTS) if self.schedule == "zbv" else (FORWARD, BACKWARD))
-        ]
+        steady = [RUNS[k] for k in ((FORWARD, INPUTS, WEIGHTS) if self.schedule == "zbv" else (FORWARD, BACKWARD))]
         return found + Counter(dict.fromkeys(steady, self.count - self.simulated))
 
     @property
@@ -241,7 +223,7 @@ class Pipeline:
         """How many times as fast a stage computes while no other one does."""
         return min(self.mesh.cluster.sharing, self.stages)
 
-    # --- what a step costs -------------------------------------------------------------------------------------------
+    # --- what a step costs --------------------------------------------------------------------------------------------
     @functools.cached_property
     def spans(self) -> schedules.Spans:
         """When every action starts and ends, in seconds since the step began."""
@@ -266,7 +248,7 @@ class Pipeline:
 
     def run_of(self, which: Parts, action: Action, before: Left) -> tuple[float, Left]:
         """Returns how long a program takes, and what is on its way then. before: what is on its way when it starts."""
-        chunk = self.parts[action.chunk]
+        chunk = self.chunk_costs[action.chunk]
         if LATE in which:
             return chunk.run(which, action.chunk, before)
         compute, waits = self.work_of(action)
@@ -282,7 +264,7 @@ class Pipeline:
         The device also takes its part of what comes from other stages, starts each message at both of its ends, and
         adds gradients to those of earlier micro-batches.
         """
-        chunk, cluster = self.parts[action.chunk], self.mesh.cluster
+        chunk, cluster = self.chunk_costs[action.chunk], self.mesh.cluster
         program = chunk.program(self.runs(action))
         compute = min(program.busy, program.seconds)
         comes = sum(self.sending(need, action) for need in self.needs(action))
@@ -305,7 +287,8 @@ class Pipeline:
 
     def single(self, stage: int, part: str) -> float:
         """Returns the seconds that a stage needs once, before or behind all its actions."""
-        return sum(self.parts[at].program((part,)).seconds for at in self.chunks_on(stage) if (part, at) in self.apart)
+        mine = [self.chunk_costs[at] for at in self.chunks_on(stage) if (part, at) in self.apart]
+        return sum(cost.program((part,)).seconds for cost in mine)
 
     @functools.cached_property
     def busy(self) -> list[float]:
@@ -318,7 +301,11 @@ class Pipeline:
         comes late goes beside others, more where they wait for its links."""
         if self.alone != 1.0:
             return 0.0
-        late = [each for each in self.played[0][stage] if each.before or self.parts[each.action.chunk].late(each.parts)]
+        late = [
+            each
+            for each in self.played[0][stage]
+            if each.before or self.chunk_costs[each.action.chunk].late(each.parts)
+        ]
         alone = sum(sum(self.work_of(each.action)) for each in late if LATE not in each.parts)
         return sum(each.end - each.start for each in late) - alone
 
@@ -363,8 +350,8 @@ class Pipeline:
     def one_device(self, which: str) -> float:
         """Returns flops of the model on one device."""
         return sum(
-            getattr(self.parts[at].program(each), which) * n
-            for at in range(len(self.parts))
+            getattr(self.chunk_costs[at].program(each), which) * n
+            for at in range(len(self.chunk_costs))
             for each, n in self.tally(at).items()
         )
 
@@ -372,7 +359,7 @@ class Pipeline:
     def optimizer_seconds(self) -> float:
         """Seconds of the optimizer's update on the stage that has most to update: parameters and its state are read
         and written, gradients read, once."""
-        trained = max(sum(self.parts[at].trained for at in self.chunks_on(stage)) for stage in range(self.stages))
+        trained = max(sum(self.chunk_costs[at].trained for at in self.chunks_on(stage)) for stage in range(self.stages))
         if self.options.optimizer is None or not trained:
             return 0.0
         return float(self.mesh.cluster.kernel_seconds("", 0.0, (3 + 2 * self.options.copies) * trained))
@@ -400,9 +387,9 @@ class Pipeline:
         """Returns a figure of a stage, added up over all that its chunks run."""
         mine = self.chunks_on(stage)
         added = self.count > 1 and which in ("seconds", "compute")
-        adds = sum(self.parts[at].adds() for at in mine) * (self.count - 1) if added else 0.0
+        adds = sum(self.chunk_costs[at].adds() for at in mine) * (self.count - 1) if added else 0.0
         return adds + sum(
-            getattr(self.parts[at].program(each), which) * times
+            getattr(self.chunk_costs[at].program(each), which) * times
             for at in mine
             for each, times in self.tally(at).items()
         )
@@ -419,7 +406,7 @@ class Pipeline:
         sent = Counter[str]()
         for at in self.chunks_on(stage):
             for which, times in self.tally(at).items():
-                sent += Counter({axis: size * times for axis, size in self.parts[at].program(which).sent.items()})
+                sent += Counter({axis: size * times for axis, size in self.chunk_costs[at].program(which).sent.items()})
         if self.axis is not None:
             sent[self.axis] += self.count * sum(
                 size for (source, *_), size in self.sent.items() if self.owners[source] == stage
@@ -433,7 +420,7 @@ class Pipeline:
         its backward. Gradients are there from a chunk's first backward on. Temporaries are what the peak has beyond
         all these.
         """
-        mine = [self.parts[at] for at in self.chunks_on(stage)]
+        mine = [self.chunk_costs[at] for at in self.chunks_on(stage)]
         summed = self.schedule != STEP
         kinds = {
             "parameters": sum(sum(part.homes.values()) for part in mine),
@@ -455,9 +442,10 @@ class Pipeline:
     def held_at(self, moment: Moment) -> tuple[int, int, int, int]:
         """Returns the bytes of the micro-batches in flight, those of what else a stage holds, and what the program
         adds at its most and between its forward and its backward."""
-        alive = sum(times * self.parts[at].held(kind) for (at, kind), times in moment.flying.items())
-        once = sum(self.parts[at].held(kind) for at, kind in moment.once)
-        return alive, once, *(self.parts[moment.chunk].rise(moment.which, moment.first) if moment.which else (0, 0))
+        alive = sum(times * self.chunk_costs[at].held(kind) for (at, kind), times in moment.flying.items())
+        once = sum(self.chunk_costs[at].held(kind) for at, kind in moment.once)
+        cost = self.chunk_costs[moment.chunk]
+        return alive, once, *(cost.rise(moment.which, moment.first) if moment.which else (0, 0))
 
     def moments(self, stage: int) -> Iterator[Moment]:
         """Yields what a stage runs, in order, and what it holds when that begins; last that nothing runs, unless all
@@ -468,7 +456,7 @@ class Pipeline:
                 parts, piece = without_late(which)
                 first = begun[at] == parts
                 yield Moment(which, at, first, flying, once)
-                last = piece == len(self.parts[at].late(parts))
+                last = piece == len(self.chunk_costs[at].late(parts))
                 once[once.index((at, (which[:-1], first)))] = at, HOME if last else (which, first)
                 continue
             first = at not in begun
@@ -484,6 +472,6 @@ class Pipeline:
                 flying[at, HANDED] -= 1
                 once += [(at, LEFT if AFTER in which else ADDED)] if first else []
                 begun.setdefault(at, which)
-            home: Kind = (which, first) if self.parts[at].late(which) else HOME
+            home: Kind = (which, first) if self.chunk_costs[at].late(which) else HOME
             once += [(at, kind) for part, kind in ((BEFORE, GATHERED), (AFTER, home)) if part in which]
         yield Moment((), self.chunks_on(stage)[0], False, flying, once)

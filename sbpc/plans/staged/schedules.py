@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-from sbpc._compat import torch_zbv_order
+import torch
+
 from sbpc.errors import PlanError, SbpcError, VerifyError
 from sbpc.plans.timeline import Left
 
@@ -38,8 +40,7 @@ def chunks_in(schedule: str) -> int:
     if colon and not (given.isdecimal() and given.isascii() and 2 <= int(given) <= MOST_CHUNKS):
         raise SbpcError(
             f"the schedule is {schedule!r}\n  Behind the colon stands how many chunks of the model each stage has, as "
-            "in 'interleaved:3': "
-            f"2 to {MOST_CHUNKS}. One is '1f1b'."
+            f"in 'interleaved:3': 2 to {MOST_CHUNKS}. One is '1f1b'."
         )
     return int(given) if colon else SCHEDULES[name]
 
@@ -93,13 +94,7 @@ def actions_of(schedule: str, stages: int, count: int) -> list[list[Action]]:
     if schedule == STEP:
         return [[Action(STEP, 0, 0)]]
     if schedule == "zbv":
-        try:
-            order = torch_zbv_order(stages, count, owners(schedule, stages))
-        except ValueError as error:
-            raise PlanError(
-                f"{schedule} with {stages} stages and {count} micro-batches: {error}\n  Give another number."
-            ) from error
-        return [[Action(*each) for each in order[rank]] for rank in range(stages)]
+        return zbv(stages, count)
     chunks = chunks_in(schedule)
     if schedule.startswith(BREADTH_FIRST):  # Lamy-Poirier, arXiv 2211.05953
         return [by_turns(range(rank, stages * chunks, stages), count, count, chunks * count) for rank in range(stages)]
@@ -107,6 +102,30 @@ def actions_of(schedule: str, stages: int, count: int) -> list[list[Action]]:
         return [interleaved(rank, stages, chunks, count) for rank in range(stages)]
     return [
         by_turns([rank], count, count, count if schedule == "gpipe" else stages - rank - 1) for rank in range(stages)
+    ]
+
+
+def zbv(stages: int, count: int) -> list[list[Action]]:
+    """Returns the actions of every rank in torch's ZBV zero bubble (Qi et al., arXiv 2405.15362)."""
+    from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble  # takes half a second
+
+    ranks = owners("zbv", stages)
+    fields = {  # of a stage: plain objects with these will do, and need no process group
+        "num_stages": len(ranks), "group_size": stages, "group_rank": 0, "has_backward": True, "group": None,
+        "submod": torch.nn.Identity(), "stage_index_to_group_rank": dict(enumerate(ranks)),
+        "device": torch.device("cpu"),
+    }  # fmt: skip
+    first: Any = SimpleNamespace(stage_index=0, is_first=True, is_last=False, **fields)
+    last: Any = SimpleNamespace(stage_index=len(ranks) - 1, is_first=False, is_last=True, **fields)
+    schedule = ScheduleZBVZeroBubble([first, last], count, loss_fn=lambda output, target: output)
+    kinds = {"FORWARD": FORWARD, "FULL_BACKWARD": BACKWARD, "BACKWARD_INPUT": INPUTS, "BACKWARD_WEIGHT": WEIGHTS}
+    return [
+        [
+            Action(kinds[each.computation_type.name], each.stage_index, int(each.microbatch_index or 0))
+            for each in schedule.pipeline_order[rank]
+            if each is not None and each.computation_type.name in kinds
+        ]
+        for rank in range(stages)
     ]
 
 

@@ -118,8 +118,8 @@ def program_spans(plan: Any, stage: int) -> Iterator[Played]:
     now, known = 0.0, iter(plan.played[0][stage])
     for which, action in plan.orders[stage]:
         if action.kind in (BEFORE, AFTER):
-            yield Played(which, action, now, now + plan.parts[action.chunk].program(which).seconds)
-            now += plan.parts[action.chunk].program(which).seconds
+            yield Played(which, action, now, now + plan.chunk_costs[action.chunk].program(which).seconds)
+            now += plan.chunk_costs[action.chunk].program(which).seconds
         else:
             yield (each := next(known))
             now = each.end
