@@ -146,9 +146,9 @@ MOST_NAME = 1000  # characters of a name in a file
 DEEPEST = 100  # lists and objects in each other in a file
 
 
-def is_name(text: Any) -> bool:
+def is_name(text: Any, most: int = MOST_NAME) -> bool:
     """Whether a value is a text of one line that can be printed as it is, and not very long."""
-    return isinstance(text, str) and text.isprintable() and len(text) <= MOST_NAME
+    return isinstance(text, str) and text.isprintable() and len(text) <= most
 
 
 def read_json(text: str) -> Any:

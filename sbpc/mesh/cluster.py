@@ -17,7 +17,7 @@ LINKS = ("intra", "inter")
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 SLOWER = ("attention", "convolution")  # parts of the names of ops that take other times than products of as many flops
 UNBOUNDED = ("peak", "memory_bandwidth", "intra_bandwidth", "inter_bandwidth", "memory")  # or infinite, null in JSON
-MOST = 1 << 30  # ranks
+MOST, MOST_TEXT = 1 << 30, 4000  # ranks, and characters of what is told of figures
 RANGES = {  # of every figure its unit, the least and the most: wide, but no cost that is made of such figures overflows
     name: limits
     for names, limits in {
@@ -115,7 +115,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("name", "source"):
-            if not is_name(getattr(self, name)):
+            if not is_name(getattr(self, name), MOST_TEXT):
                 raise MeshError(
                     f"cluster {shown(self.name)}: {name} is {shown(getattr(self, name))}\n  It is a text of one line."
                 )

@@ -79,9 +79,9 @@ class Device:
 
     multiprocessors: how many compute side by side. moving: the part of the memory bandwidth that kernels reach.
     product: the part of the peak at which a wave of a product multiplies while it does nothing but such products, as
-    warm as that makes it. wave, begin: seconds of a product for each wave, and before and behind all. ahead, back: the part of the
-    peak at which attention multiplies in the forward and in the backward. ahead_pair, back_pair: seconds that it takes
-    for each pair of a query and a key besides.
+    warm as that makes it. wave, begin: seconds of a product for each wave, and before and behind all. ahead, back: the
+    part of the peak at which attention multiplies in the forward and in the backward. ahead_pair, back_pair: seconds
+    that it takes for each pair of a query and a key besides.
     """
 
     multiprocessors: int

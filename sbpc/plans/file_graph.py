@@ -24,8 +24,8 @@ from sbpc.plans.program_check import ShapeCheck
 from sbpc.rules.registry import match, row
 
 # Ops of captured models without a rule, or with one that fits some calls only (index_put: not of masks), where torch
-# has no decomposition of them into ops with rules. Each checks its operands itself, or FileCheck does; ops that crash or
-# give silent numbers on operands of other shapes, or on indices far outside, are left out.
+# has no decomposition of them into ops with rules. Each checks its operands itself, or FileCheck does; ops that crash
+# or give silent numbers on operands of other shapes, or on indices far outside, are left out.
 UNRULED = frozenset({
     "_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward", "_cdist_forward", "_fft_c2c", "_fft_c2r", "_fft_r2c",
     "_linalg_det", "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "adaptive_max_pool2d",
