@@ -353,35 +353,26 @@ def test_chunks_with_other_layouts_inside_are_not_alike() -> None:
         assert likeness(other, frozenset(), numbers) != likeness(chunk, frozenset(), numbers), list(changed)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.6])
-def test_equal_chunks_are_measured_once(share: float) -> None:
-    """share: of the bytes without a limit; under one parameters and gradients are in the loop."""
+def test_equal_chunks_are_measured_once() -> None:
+    """Also under a limit of bytes, where parameters and gradients are in the loop."""
     model, args = models.gpt2(batch=16, layers=6)
-    options: dict[str, Any] = {
-        "stages": "pipe",
-        "microbatches": 8,
-        "schedule": "interleaved:3",
-        "recompute": "selective",
-    }
-    plan = sbpc.plan(model, args, Mesh(pipe=2, data=2, cluster="h100"), **options)
-    if share < 1.0:
-        plan = sbpc.plan(model, args, plan.mesh, **options, memory=share * plan.memory["total"])
-        assert plan.in_loop
-    else:
-        assert isinstance(plan.programs, OnUse)
-        assert len(plan.programs.made) == len(set(likenesses(plan))) < len(plan.chunks)
-    for at, (cost, alone) in enumerate(zip(plan.chunk_costs, map(ChunkCost.of, plan.programs), strict=True)):
-        assert (cost.homes, cost.trained, cost.adds()) == (alone.homes, alone.trained, alone.adds())
-        assert [cost.held(kind) for kind in GROUP_OF] == [alone.held(kind) for kind in GROUP_OF]
-        for which in plan.tally(at):
-            assert cost.program(which) == alone.program(which)
-            assert [cost.rise(which, first) for first in (True, False)] == [
-                alone.rise(which, first) for first in (True, False)
-            ]
-    assert len({id(cost.program) for cost in plan.chunk_costs}) < len(plan.chunk_costs) == 6
-    if share < 1.0:
-        return
-    first, *inner, last = likenesses(plan)
+    mesh, options = Mesh(pipe=2, data=2, cluster="h100"), dict[str, Any](stages="pipe", microbatches=8)
+    options |= {"schedule": "interleaved:3", "recompute": "selective"}
+    free = sbpc.plan(model, args, mesh, **options)
+    assert isinstance(free.programs, OnUse)
+    assert len(free.programs.made) == len(set(likenesses(free))) < len(free.chunks)
+    limited = sbpc.plan(model, args, mesh, **options, memory=0.6 * free.memory["total"])
+    assert limited.in_loop
+    for plan in (free, limited):
+        for at, (cost, alone) in enumerate(zip(plan.chunk_costs, map(ChunkCost.of, plan.programs), strict=True)):
+            assert (cost.homes, cost.trained, cost.adds()) == (alone.homes, alone.trained, alone.adds())
+            assert [cost.held(kind) for kind in GROUP_OF] == [alone.held(kind) for kind in GROUP_OF]
+            for which in plan.tally(at):
+                assert cost.program(which) == alone.program(which)
+                rises = [[each.rise(which, first) for first in (True, False)] for each in (cost, alone)]
+                assert rises[0] == rises[1]
+        assert len({id(cost.program) for cost in plan.chunk_costs}) < len(plan.chunk_costs) == 6
+    first, *inner, last = likenesses(free)
     assert len(set(inner)) == 1 and len({first, inner[0], last}) == 3
-    pinned = sbpc.plan(model, args, Mesh(pipe=2, data=2, cluster="h100"), pin={"blocks.2.up.weight": "S(0)"}, **options)
+    pinned = sbpc.plan(model, args, mesh, pin={"blocks.2.up.weight": "S(0)"}, **options)
     assert len(set(likenesses(pinned))) == len({id(cost.program) for cost in pinned.chunk_costs}) == 4

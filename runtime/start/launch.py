@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -104,6 +105,7 @@ def run(arguments: list[str], environment: dict[str, str], folder: str, streams:
     os.chdir(folder)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if arguments[0] == "-m":
+        warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)  # imported here, and run once more
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
