@@ -216,10 +216,14 @@ def expected(case: Case, made: dict[str, Any], rounded: int | None = None) -> Ex
 
     rounded: the number of another way to round, which eager torch alone has.
     """
-    if case.net.has("dropout") and "eval" not in case.net.done:
-        return Expected.of(simulated(planned(case, made, Mesh(one=1)), made))
     with nullcontext() if rounded is None else RoundedOtherwise(rounded):
-        return eager(case, made)
+        found = eager(case, made)  # which may refuse the net
+    return Expected.of(simulated(planned(case, made, Mesh(one=1)), made)) if is_drawing(case.net) else found
+
+
+def is_drawing(net: Net) -> bool:
+    """Whether it draws random numbers."""
+    return net.has("dropout") and "eval" not in net.done
 
 
 def eager(case: Case, made: dict[str, Any]) -> Expected:
@@ -331,8 +335,7 @@ def check(case: Case) -> str:
 
 def rounded_otherwise(case: Case, made: dict[str, Any]) -> list[Expected]:
     """What one device gives with other rounding, where eager torch tells."""
-    drawing = case.net.has("dropout") and "eval" not in case.net.done
-    return [] if drawing else [expected(case, made, way) for way in range(WAYS)]
+    return [] if is_drawing(case.net) else [expected(case, made, way) for way in range(WAYS)]
 
 
 def check_plan(what: str, plan: Any, case: Case, made: dict[str, Any], wanted: Expected, verify: bool) -> Any:
