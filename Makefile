@@ -25,7 +25,7 @@ demo: $(READY)
 	$(BIN)/sbpc demo
 
 # Without files of bytecode every start of Python would compile sbpc, and every run of pytest its tests.
-test prove prove-library: export PYTHONDONTWRITEBYTECODE =
+demo test prove prove-library: export PYTHONDONTWRITEBYTECODE =
 
 test: $(READY)
 	$(BIN)/python -m pytest $(SHORT)
@@ -58,6 +58,7 @@ prove-library: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check
 
 types: $(READY)
 	$(BIN)/mypy

@@ -27,7 +27,8 @@ WIDE, LEFT = 880, 24  # pixels: of every picture, and of its margins
 STYLE = """
 text { font: 13px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: #1b2128; }
 .mono { font: 12px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
-.title { font-size: 16px; font-weight: 650; } .bold { font-weight: 650; } .small { font-size: 11.5px; } .soft { fill: #5c6672; }
+.title { font-size: 16px; font-weight: 650; } .bold { font-weight: 650; }
+.small { font-size: 11.5px; } .soft { fill: #5c6672; }
 .end { text-anchor: end; } .middle { text-anchor: middle; } .in { fill: #fff; font-weight: 650; }
 .ground { fill: #fff; stroke: #d1d9e0; } .lane { fill: #f0f3f6; } .rule { stroke: #e1e5ea; }
 .forward, .s0 { fill: #1668dc; } .backward, .s2 { fill: #7c48d6; } .s1 { fill: #16803c; } .b { fill: #8a94a0; }
@@ -81,7 +82,8 @@ def bar(x: float, y: float, width: float, height: float, kind: str, title: str =
 
 def drawn(title: str, about: str, height: float, parts: list[str]) -> str:
     """A whole picture."""
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {height:.0f}" width="{WIDE}" height="{height:.0f}" role="img">'
+    size = f'viewBox="0 0 {WIDE} {height:.0f}" width="{WIDE}" height="{height:.0f}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
     ground = f'<rect class="ground" x="0.5" y="0.5" width="{WIDE - 1}" height="{height - 1:.1f}" rx="10"/>'
     words = [text(LEFT, 32, title, "title"), text(LEFT, 53, about, "soft")]
     return "\n".join(
@@ -94,9 +96,8 @@ def map_picture(plan: Plan) -> str:
     columns, parts, y = [430 + 110 * at for at in range(len(plan.mesh.axes))], [], 104.0
     heads = [text(x, 82, name, "soft small") for x, name in ((LEFT, "parameter"), (260, "type"))]
     heads.append(text(WIDE - LEFT, 82, "bytes on a rank", "soft small end"))
-    heads += [
-        text(x, 82, f"{axis} × {size}", "soft small") for x, axis, size in zip(columns, plan.mesh.axes, plan.mesh.sizes)
-    ]
+    axes = zip(columns, plan.mesh.axes, plan.mesh.sizes)
+    heads += [text(x, 82, f"{axis} × {size}", "soft small") for x, axis, size in axes]
     for row in model_map(plan):
         label = row.label + (f"  × {row.times}" if "{" in row.label else "")
         parts += [

@@ -275,6 +275,7 @@ def objective_mesh(mesh: Mesh, objective: str) -> Mesh:
         peak=inf,
         memory_bandwidth=inf,
         launch=0.0,
+        device=None,
         collectives=(),
         ways=(),
         ranks_per_node=1 << 30,

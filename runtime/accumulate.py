@@ -15,10 +15,10 @@ from torch import Tensor
 
 from sbpc.errors import PlanError
 
-NO_SYNC = """Within `with module.no_sync():` a backward sends nothing for the gradients of parameters, and leaves `.grad` as it is.
+NO_SYNC = """Within `with module.no_sync():` a backward sends no gradients of parameters, and leaves `.grad` as it is.
 
-Each rank adds up what it has computed of them. The first backward outside adds that to its own, sends the sum on its way home, and
-leaves it in `.grad`, as if every backward had done so:
+Each rank adds up what it has computed of them. The first backward outside adds that to its own, sends the sum on its
+way home, and leaves it in `.grad`, as if every backward had done so:
 
     for batch in batches[:-1]:
         with module.no_sync():
@@ -26,12 +26,12 @@ leaves it in `.grad`, as if every backward had done so:
     module.step(*batches[-1])
     optimizer.step()
 
-Where `backward` is called counts, not where the forward ran. The sums are held in the layouts in which gradients are computed, in
-float32 where these are in 16 bits, in a loop in the dtype in which its micro-batches add up: that is memory besides what the plan
-predicts. A stock optimizer does not know them. So end with a backward outside before `optimizer.step()`, as the sums are else missing
-there and go into the next backward outside; and drop them by `module.zero_grad()`, as `optimizer.zero_grad()` does not.
-`sbpc.Checkpoints` refuses to save while there are any, and a deep copy is refused. `module.step` calls no hook of a parameter within;
-a backward of autograd calls them with None."""
+Where `backward` is called counts, not where the forward ran. The sums are held in the layouts in which gradients are
+computed, in float32 where these are in 16 bits, in a loop in the dtype in which its micro-batches add up: that is
+memory besides what the plan predicts. A stock optimizer does not know them. So end with a backward outside before
+`optimizer.step()`, as the sums are else missing there and go into the next backward outside; and drop them by
+`module.zero_grad()`, as `optimizer.zero_grad()` does not. `sbpc.Checkpoints` refuses to save while there are any, and a
+deep copy is refused. `module.step` calls no hook of a parameter within; a backward of autograd calls them with None."""
 ZERO_GRAD = "Drops the gradients of parameters, and what `no_sync` keeps of them."
 T = TypeVar("T")
 WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # in which sums are held
@@ -82,8 +82,7 @@ class Sums:
         if self.held is not None and self.owner is not owner:
             raise PlanError(
                 "no_sync has kept gradients of one plan, and now another one runs: the module is in another mode "
-                "(train or eval),"
-                " or its arguments have other shapes\n"
+                "(train or eval), or its arguments have other shapes\n"
                 "  Call backward outside of no_sync before that, or module.zero_grad()."
             )
         return self.held

@@ -25,9 +25,8 @@ from sbpc.runtime.state.weight_files import reader, tree
 def load_programs(path: str | Path, step: str | None = None) -> Programs:
     """Returns the programs of one step of an exported file: "train" or "inference", by default the first that it holds.
 
-    They take the place of a plan in `sbpc.parallelize` and `sbpc.simulate`. Reading runs nothing of the file. They
-    are checked: every value has the shape that its layout gives it, and the ranks of every group run the same
-    collectives.
+    They take the place of a plan in `sbpc.parallelize` and `sbpc.simulate`. Reading runs nothing of the file. They are
+    checked: every value has the shape that its layout gives it, and the ranks of every group run the same collectives.
 
     Raises PlanError if the file is no exported one, is damaged, or does not fit this sbpc and torch.
     """

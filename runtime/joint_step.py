@@ -14,12 +14,13 @@ from sbpc.runtime.accumulate import Sums
 from sbpc.runtime.module_weights import ModuleWeights
 from sbpc.runtime.step import Runner
 
-STEP = """Runs the whole step, forward and backward, and returns what the forward returns, detached. Gradients are added to `.grad`.
+STEP = """Runs forward and backward, and returns what the forward returns, detached. Gradients are added to `.grad`.
 
-It is `loss = module(*args); loss.backward()`, as one program, or in a loop over micro-batches: work and collectives of the two overlap,
-so it takes as long as `plan.cost.seconds` predicts. The loss is a tensor of one element with a gradient: what is called `loss` in what
-the forward returns, else the result itself, else the first of several. Other results get no gradient. Raises PlanError if there is no
-loss. In a loop every rank gives the whole batch, the same on all, and results are the same on every rank."""
+It is `loss = module(*args); loss.backward()`, as one program, or in a loop over micro-batches: work and collectives of
+the two overlap, so it takes as long as `plan.cost.seconds` predicts. The loss is a tensor of one element with a
+gradient: what is called `loss` in what the forward returns, else the result itself, else the first of several. Other
+results get no gradient. Raises PlanError if there is no loss. In a loop every rank gives the whole batch, the same on
+all, and results are the same on every rank."""
 
 
 class AtOnce:

@@ -69,42 +69,37 @@ def parallelize(
     floating-point numbers on GPUs, which ranks may have computed to other last bits. Ranks may evaluate alone where
     their programs send nothing.
 
-    `loss = module.step(*args)` runs forward and backward as one
-    program and leaves the gradients in `.grad`: it takes the seconds that the plan predicts. Backwards within `with
-    module.no_sync():` send no gradients; the next one outside sends their sum. A DTensor argument is brought to the
-    planned layout. Where the plan has a `loss`, give `(*args, *targets)`. `module.clip_grad_norm_(max_norm)` clips
-    the gradients by their norm over all ranks.
+    `loss = module.step(*args)` runs forward and backward as one program and leaves the gradients in `.grad`: it takes
+    the seconds that the plan predicts. Backwards within `with module.no_sync():` send no gradients; the next one
+    outside sends their sum. A DTensor argument is brought to the planned layout. Where the plan has a `loss`, give
+    `(*args, *targets)`. `module.clip_grad_norm_(max_norm)` clips the gradients by their norm over all ranks.
 
-    A loop over micro-batches, with stages or without, is run by `module.step(*args)` alone: every rank gives the
-    whole batch, the same on all, and gets the results. For a forward, or a backward apart, give a plan of one
-    program in `also`, which stages do not have: there a rank holds the parameters of its stages, and those of other
-    stages are None. Whole state dicts load as they are; `state_dict()` has this rank's stages alone,
-    `sbpc.Checkpoints` saves all. Stages skip a step of `torch.amp.GradScaler` together if all have gradients of the
-    same dtypes.
+    A loop over micro-batches, with stages or without, is run by `module.step(*args)` alone: every rank gives the whole
+    batch, the same on all, and gets the results. For a forward, or a backward apart, give a plan of one program in
+    `also`, which stages do not have: there a rank holds the parameters of its stages, and those of other stages are
+    None. Whole state dicts load as they are; `state_dict()` has this rank's stages alone, `sbpc.Checkpoints` saves all.
+    Stages skip a step of `torch.amp.GradScaler` together if all have gradients of the same dtypes.
 
-    also       more plans of the model, made with `pin=plan.parameters`, so that they store the parameters as `plan` does: for
-               arguments of other shapes, such as a last smaller batch, for `.eval()`, or with `train=False`; loops,
-               too. A call runs the
-               plan that was made in the mode (train or eval) that the module is in and on arguments of the same shapes;
-               of two such
-               plans, the one with a backward if gradients are on; of plans made with other values of `model.beta`, say,
-               the one made
-               with that which `module.beta` has. There is one state, whichever plan runs:
+    also       more plans of the model, made with `pin=plan.parameters`, so that they store the parameters as `plan`
+               does: for arguments of other shapes, such as a last smaller batch, for `.eval()`, or with `train=False`;
+               loops, too. A call runs the plan that was made in the mode (train or eval) that the module is in and on
+               arguments of the same shapes; of two such plans, the one with a backward if gradients are on; of plans
+               made with other values of `model.beta`, say, the one made with that which `module.beta` has. There is one
+               state, whichever plan runs:
 
                    small = sbpc.plan(model, last_batch, mesh, pin=plan.parameters)
                    test = sbpc.plan(model.eval(), test_batch, mesh, train=False, pin=plan.parameters)
                    module = sbpc.parallelize(model.train(), plan, also=[small, test])
 
     evaluate   one more such plan, for when `.eval()` is called on the module.
-    init       what builds the model on one device, such as its class, for a model on the meta device that is too large for one.
-               Its ops are recorded and replayed for one parameter at a time: a rank holds its shards and the largest
-                   parameter
-               at most, and the numbers are those that one device draws from the seed of rank 0. Constructors that look
-               at
-               values, such as rejection sampling in `trunc_normal_`, are refused.
-    weights    what gives the whole tensor of a name, one after another, in place of the model's, which may be on the meta device.
-    executor   "code" (generated), "inductor", "interpreter", or "nans", which ends with NanError at the first op that makes NaN,
-               with its module and your line.
+    init       what builds the model on one device, such as its class, for a model on the meta device that is too large
+               for one. Its ops are recorded and replayed for one parameter at a time: a rank holds its shards and the
+               largest parameter at most, and the numbers are those that one device draws from the seed of rank 0.
+               Constructors that look at values, such as rejection sampling in `trunc_normal_`, are refused.
+    weights    what gives the whole tensor of a name, one after another, in place of the model's, which may be on the
+               meta device.
+    executor   "code" (generated), "inductor", "interpreter", or "nans", which ends with NanError at the first op that
+               makes NaN, with its module and your line.
     device     "cuda" or "cpu"; by default what there is.
 
     Random numbers (dropout, `torch.rand` and the like) depend on a seed, on the place in the program and on where an

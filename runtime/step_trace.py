@@ -115,16 +115,18 @@ class StepRecorder:
         Every event of `stage_events` is there once, by the same name. See `Recorder.events_of` for what else the
         programs have.
         """
-        step, predicted = median(self.steps, self.length), functools.cache(functools.partial(program_events, self.plan))
+        step, predicted = median(self.steps, self.length), functools.partial(program_events, self.plan)
         since = functools.partial(self.clock.seconds, step.start)
         waits = {at: [(since(start), since(end)) for start, end in spans] for at, spans in step.waits.items()}
         found, now = list[Event](), 0.0
         for at, ((which, action), (recorder, run)) in enumerate(
-            zip(self.plan.order(self.stage), step.runs, strict=True)
+            zip(self.plan.orders[self.stage], step.runs, strict=True)
         ):
             start = since(run.stamps[0])
             found += between(now, start, waits.get(at, ()), str(action), phase_of(action))
-            found += [moved(event, action, start) for event in recorder.events_of(run, predicted(action.chunk, which))]
+            found += [
+                moved(event, action, start) for event in recorder.events_of(run, predicted(action.chunk, which)[0])
+            ]
             now = since(run.stamps[-1])
         found += between(now, since(step.end), waits.get(len(step.runs), ()), END, "backward")
         return sorted(found, key=lambda event: event.start)

@@ -10,8 +10,7 @@ On a GPU, stamps are events on the computing stream. A collective lasts from its
   of the wait.
 
 A group does collectives of one sort one after the other, so one that starts while another is on its way begins when
-that is done. On gloo two may run at a time: one that is done before the other was under way beside it since its
-start.
+that is done. On gloo two may run at a time: one that is done before the other was under way beside it since its start.
 """
 
 from __future__ import annotations
@@ -65,10 +64,12 @@ class Run:
 
 
 class HostClock:
-    """Takes the time of the CPU. flying, direct: by the name of a collective, its work while it is on its way."""
+    """Takes the time of the CPU. flying, direct: by the result of a collective, what ran it, its name, and its work
+    while it is on its way: what waits for it may be another program."""
 
     def __init__(self) -> None:
-        self.run, self.flying, self.direct = Run(), dict[str, dist.Work](), dict[str, DirectWork]()
+        self.run, self.flying = Run(), dict[int, tuple[Run, str, dist.Work]]()
+        self.direct, self.begun = dict[int, DirectWork](), dict[int, tuple[Run, str]]()
         self.threads: dict[str, ThreadPoolExecutor] = {}  # by group: what waits for its direct exchanges
 
     def stamp(self) -> None:
@@ -78,9 +79,9 @@ class HostClock:
     def moment(self) -> float:
         """Returns the time, at which it looks which collectives are done."""
         now = time.perf_counter()
-        for name in [name for name, work in self.flying.items() if work.is_completed()]:
-            self.run.done[name] = now
-            del self.flying[name]
+        for key in [key for key, (_, _, work) in self.flying.items() if work.is_completed()]:
+            run, name, _ = self.flying.pop(key)
+            run.done[name] = now
         return now
 
     def start(self, name: str, op: Callable[..., Any], *args: Any) -> Any:
@@ -93,21 +94,23 @@ class HostClock:
         value = op(*args)
         group.started = None
         (work,) = works
+        self.begun[id(value)] = self.run, name
         if isinstance(work, DirectWork):
             thread = self.threads.setdefault(args[-1], ThreadPoolExecutor(1))
             work.received = thread.submit(work.receive)
-            self.direct[name] = work
+            self.direct[id(value)] = work
         else:
-            self.flying[name] = work
+            self.flying[id(value)] = self.run, name, work
         self.run.queue[name] = args[-1], type(work)
         return value
 
     def wait(self, name: str, x: Tensor) -> Tensor:
         """Waits for a collective."""
-        value, direct = wait(x), self.direct.pop(name, None)
+        value, direct = wait(x), self.direct.pop(id(x), None)
         now = self.moment()
-        if name not in self.run.done:
-            self.run.done[name] = direct.received.result() if direct and direct.received else now
+        run, name = self.begun.pop(id(x), (self.run, name))
+        if name not in run.done:
+            run.done[name] = direct.received.result() if direct and direct.received else now
         return value
 
     def close(self) -> None:
@@ -127,7 +130,8 @@ class DeviceClock:
 
     def __init__(self) -> None:
         self.run, self.streams = Run(), dict[str, torch.cuda.Stream]()
-        self.held: dict[str, Any] = {}  # what a collective reads, which its early wait would free
+        # by the result of a collective: what it reads, which its early wait would free, and when it is done
+        self.held: dict[int, tuple[Any, torch.cuda.Event]] = {}
 
     def stamp(self) -> None:
         """Marks a moment of the computing stream."""
@@ -142,17 +146,18 @@ class DeviceClock:
 
     def start(self, name: str, op: Callable[..., Any], *args: Any) -> Any:
         """Starts a collective, and lets another stream wait for it."""
-        value, self.held[name] = op(*args), args
+        value = op(*args)
         with torch.cuda.stream(self.streams.setdefault(args[-1], torch.cuda.Stream())):
             wait(value)
             self.run.done[name] = self.moment()
+        self.held[id(value)] = args, self.run.done[name]
         self.run.queue[name] = args[-1]
         return value
 
     def wait(self, name: str, x: Tensor) -> Tensor:
         """Lets the computing stream wait for a collective."""
-        torch.cuda.current_stream().wait_event(self.run.done[name])
-        del self.held[name]
+        _, done = self.held.pop(id(x))
+        torch.cuda.current_stream().wait_event(done)
         return x
 
     def close(self) -> None:

@@ -40,9 +40,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "BufferAOTInput", "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode",
-    "GradAOTOutput", "HigherOrderOperator", "InputMutationAOTOutput", "LazyGraphModule", "OpOverload", "ParamAOTInput", "PlainAOTInput",
-    "PlainAOTOutput", "StridedShard", "TangentAOTInput", "TorchDispatchMode", "UnsupportedOperatorException",
-    "enable_python_dispatcher", "tree_leaves", "tree_map",
+    "GradAOTOutput", "HigherOrderOperator", "InputMutationAOTOutput", "LazyGraphModule", "OpOverload", "ParamAOTInput",
+    "PlainAOTInput", "PlainAOTOutput", "StridedShard", "TangentAOTInput", "TorchDispatchMode",
+    "UnsupportedOperatorException", "enable_python_dispatcher", "tree_leaves", "tree_map",
 ]  # fmt: skip
 """What is handed on as it is; the functions below are for whoever imports them."""
 
@@ -57,8 +57,7 @@ def untried(version: str) -> str:
     major, minor = TRIED
     return (
         f"torch {version} is newer than {major}.{minor}, the newest tried with this sbpc (sbpc._compat.TRIED). "
-        "Nothing need be done; "
-        f"if something fails, report it, and go back by pip install 'torch<{major}.{minor + 1}'."
+        f"Nothing need be done; if something fails, report it, and go back by pip install 'torch<{major}.{minor + 1}'."
     )
 
 
@@ -379,35 +378,3 @@ def writes_of(tensor: Tensor) -> int:
 def keeps_graph() -> bool:
     """Returns whether the backward that runs in this thread was called with retain_graph."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-def torch_zbv_order(stages: int, count: int, owners: list[int]) -> dict[int, list[tuple[str, int, int]]]:
-    """Returns by rank torch's actions of ZBV zero bubble, as (kind, chunk, micro-batch). It raises ValueError for
-    counts that do not fit.
-
-    The schedule needs no process group: plain objects with the fields of a stage will do.
-    """
-    from types import SimpleNamespace
-
-    from torch.distributed.pipelining import schedules
-
-    fields = {
-        "num_stages": len(owners), "group_size": stages, "group_rank": 0, "has_backward": True, "submod": torch.nn.Identity(),
-        "stage_index_to_group_rank": dict(enumerate(owners)), "device": torch.device("cpu"), "group": None,
-    }  # fmt: skip
-    mine = [
-        SimpleNamespace(stage_index=at, is_first=at == 0, is_last=at == len(owners) - 1, **fields)
-        for at, owner in enumerate(owners)
-        if owner == 0
-    ]
-    zbv: Any = schedules.ScheduleZBVZeroBubble
-    made = zbv(mine, count, loss_fn=lambda output, target: output)
-    kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
-    return {
-        rank: [
-            (kinds[action.computation_type.name], action.stage_index, action.microbatch_index)
-            for action in order
-            if action is not None and action.computation_type.name in kinds
-        ]
-        for rank, order in made.pipeline_order.items()
-    }

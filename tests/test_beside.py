@@ -111,7 +111,9 @@ def needs(action: Action) -> list[Action]:
 
 def test_a_stage_that_shares_cores_is_faster_while_others_wait() -> None:
     actions = actions_of("1f1b", 2, 4)
-    apart = spans(actions, needs, lambda action: 1.0, lambda *_: 0.25, [0.0, 0.5])
+    orders = [[((action.kind,), action) for action in mine] for mine in actions]
+    played, _ = spans(orders, needs, lambda *_: (1.0, ()), lambda *_: 0.25, [0.0, 0.5])
+    apart = {each.action: (each.start, each.end) for mine in played for each in mine}
     alone = shared_spans(actions, needs, lambda action: (0.75, 0.25), lambda *_: 0.25, [0.0, 0.5], 1.0, 1.0)
     assert alone == {action: pytest.approx(span) for action, span in apart.items()}
     shared = shared_spans(actions, needs, lambda action: (1.0, 0.0), lambda *_: 0.0, [0.0, 0.0], 2.0, 0.0)

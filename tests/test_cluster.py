@@ -129,6 +129,9 @@ def at_end(name: str, number: float) -> Mesh:
         return Mesh(a=2, b=2, cluster=dataclasses.replace(cluster, ways=ways))
     rates = tuple(Rate(kind, **({name: number} if name in vars(Rate) else {})) for kind in COLLECTIVES)
     figures: dict[str, Any] = {} if name in vars(Rate) else {name: number}
+    assert H100.device is not None
+    if name in vars(H100.device):
+        figures = {"device": dataclasses.replace(H100.device, **figures)}
     return Mesh(a=2, b=2, cluster=dataclasses.replace(cluster, collectives=rates, **figures))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import re
 from collections import Counter
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sbpc import _compat
+from sbpc.plans.staged.schedules import zbv
 from tests import test_compat_processes
 
 aten = torch.ops.aten
@@ -426,14 +428,13 @@ def test_keeps_graph_is_what_backward_was_told(keep: bool) -> None:
     assert found == [keep]
 
 
-def test_torch_zbv_order_runs_each_part_of_each_micro_batch_once() -> None:
-    order = _compat.torch_zbv_order(2, 4, [0, 1, 1, 0])
-    assert sorted(order) == [0, 1]
-    for rank, chunks in ((0, (0, 3)), (1, (1, 2))):
-        parts = Counter(
-            (part, chunk, batch) for kind, chunk, batch in order[rank] for part in {"B": "IW"}.get(kind, kind)
-        )
-        assert parts == Counter((part, chunk, batch) for part in "FIW" for chunk in chunks for batch in range(4))
-    assert order[0][0] == ("F", 0, 0)
-    with pytest.raises(ValueError):
-        _compat.torch_zbv_order(2, 4, [0, 1])
+def test_torchs_zbv_order_runs_each_part_of_each_micro_batch_once() -> None:
+    for stages, count in itertools.product((1, 2, 3), (1, 2, 4, 5)):
+        order = zbv(stages, count)
+        assert order[0][0] == ("F", 0, 0)
+        for rank, actions in enumerate(order):
+            parts = Counter(
+                (part, chunk, batch) for kind, chunk, batch in actions for part in {"B": "IW"}.get(kind, kind)
+            )
+            chunks = rank, 2 * stages - 1 - rank
+            assert parts == Counter(itertools.product("FIW", chunks, range(count)))

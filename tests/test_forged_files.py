@@ -263,6 +263,24 @@ def test_a_plan_with_an_op_that_no_file_may_call_is_not_written(tmp_path: Path) 
     )
 
 
+class Placing(nn.Module):
+    """Calls that the rules of their ops do not fit."""
+
+    def forward(self, x: Tensor, mask: Tensor, at: Tensor) -> Tensor:
+        x = x.index_put((mask,), x.new_tensor(0.5)).scatter(1, at, x.new_ones(x.shape)).scatter_add(1, at, x.detach())
+        return x * torch.histc(x.detach(), 4) + x.sum().gather(0, at[0, 0]) + x.index_select(0, at[0, 0])
+
+
+def test_a_call_that_the_rule_of_its_op_does_not_fit_is_read_back(tmp_path: Path) -> None:
+    args = torch.randn(4, 4, requires_grad=True), torch.ones(4).bool(), torch.tensor([[0, 1]])
+    plan = sbpc.plan(Placing(), args, Mesh(x=2))
+    plan.save(tmp_path / "plan")
+    calls = [node for node in plan.annotated.graph.nodes if node.op == "call_function"]
+    unfit = {str(node.target.__name__).split(".")[0] for node in calls if "match" not in node.meta}
+    assert unfit >= {"index_put", "scatter", "scatter_add", "histc", "gather", "index_add"}
+    assert str(sbpc.load(tmp_path / "plan")) == str(plan)
+
+
 def test_a_file_that_lacks_the_layout_of_an_output_is_refused(tmp_path: Path) -> None:
     sbpc.plan(nn.Linear(4, 4), (torch.ones(4, 4),), Mesh(x=2)).save(tmp_path / "plan")
     body = plan_bytes.read(tmp_path / "plan")

@@ -227,6 +227,17 @@ def test_a_group_without_elements_runs_no_collective() -> None:
     assert lines("[S(0), S(0)]", "[S(0), B]", (4, 2), mesh, 4) == ""
 
 
+def test_an_empty_part_keeps_nothing_alive() -> None:
+    mesh, shape, seen = Mesh(a=3), (4, 6), 0
+    for start in layouts(2, mesh.axes):
+        for step in steps(start, 2):
+            parts = [part.clone() for part in start.shards(numbers(shape, torch.float32), mesh.sizes)]
+            held = run_boxing([step], shape, mesh, parts).outputs[2][0]
+            seen += held.numel() == 0
+            assert held.numel() or held.untyped_storage().nbytes() == 0, step
+    assert seen >= 3
+
+
 def test_axes_of_one_rank_need_no_program() -> None:
     mesh = Mesh(a=1, b=1)
     for before, after in itertools.permutations(layouts(1, mesh.axes), 2):

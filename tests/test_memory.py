@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -78,17 +79,46 @@ def test_live_bytes_count_a_storage_once_and_the_copies_of_a_boxing() -> None:
     assert kinds[0] == "x" and life.live[0] == 8 + 6 * 3 * 4
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
-def test_a_split_arange_holds_two_indices_for_a_moment(dtype: torch.dtype) -> None:
-    class Places(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.arange(6400, dtype=dtype) * x
+class Does(nn.Module):
+    """Calls a function."""
 
-    model, args = Places(), (torch.ones((), dtype=dtype),)
-    plan = sbpc.plan(model, args, Mesh(x=2), train=False, pin={"arange": "S(0)"}, dynamic={"n": 6400})
+    def __init__(self, does: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.does = does
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.does(*args)
+
+
+X, INDEX = torch.randn(400, 4), torch.randint(400, (300, 4))
+COUNTING: dict[str, tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "arange": ("S(0)", lambda x: torch.arange(6400) * x, (torch.ones((), dtype=torch.int64),)),
+    "arange32": ("S(0)", lambda x: torch.arange(6400, dtype=torch.float32) * x, (torch.ones(()),)),
+    "embedding": ("P", lambda x, i: F.embedding(i[:, 0], x), (X, INDEX)),
+    "gather": ("P", lambda x, i: x.gather(0, i), (X, INDEX)),
+    "scatter_add": ("S(0)", lambda x, i: x.scatter_add(0, i, x[:300]), (X, INDEX)),
+    "nll_loss_forward": ("P", lambda x, i: F.nll_loss(x, i[:, 0], reduction="sum"), (torch.randn(300, 400), INDEX)),
+}
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_a_call_that_counts_places_of_a_split_dim_takes_what_it_is_written_as(name: str) -> None:
+    """It holds a second index for a moment, or what is then masked."""
+    state, does, args = COUNTING[name]
+    model = Does(does)
+    plan = sbpc.plan(model, args, Mesh(x=2), train=False, pin={name.rstrip("32"): state}, dynamic={"n": 300})
+    node = next(node for node in plan.boxed.graph.nodes if node.name == name.rstrip("32"))
+    assert node.meta["choice"].cuts().keys() & node.meta["match"].shifts
     assert plan.cost.memory["total"] == pytest.approx(sbpc.simulate(plan, model, args).peak_memory, abs=16)
     numbers = {plan.cost.symbols[name]: value for name, value in plan.cost.numbers.items()}
     assert plan.cost.memory_expr.xreplace(numbers) == plan.cost.memory["total"]
+
+
+def test_operands_that_are_laid_out_anew_for_an_op_without_a_rule_are_counted() -> None:
+    model, args = nn.Bilinear(40, 40, 8), (torch.randn(6, 40), torch.randn(6, 40))
+    model.weight.data = model.weight.data.mT.contiguous().mT  # a collective gives it in order, and it is put back
+    plan = sbpc.plan(model, args, Mesh(x=2), train=False, pin={"weight": "S(0)"})
+    assert plan.cost.memory["total"] == pytest.approx(sbpc.simulate(plan, model, args).peak_memory, abs=16)
 
 
 def test_a_limit_that_cannot_be_met_names_what_holds_most() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -69,6 +70,29 @@ def test_a_batch_norm_of_the_inputs_alone_is_no_loop_but_works_in_parts() -> Non
     assert type(plan) is Plan
     outputs, gradients = eager(model, args)
     assert compare(plan, model, args, [outputs[0].sum()], gradients) <= 1e-10
+
+
+class Mixing(nn.Module):
+    """Rows of the input, which others mix, and a weight."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.mix = nn.Parameter(torch.randn(4)), mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.mix(x) * self.weight).square().sum()
+
+
+def test_a_micro_batch_has_its_part_of_inputs_of_which_rows_are_mixed() -> None:
+    """They are mixed before the loop, of which each micro-batch takes its own part, on whichever dim that lies."""
+    torch.set_default_dtype(torch.float64)
+    for mix in (lambda x: x.reshape(4, 6).cumsum(0).view(6, 4), lambda x: x + x.roll(1, 0).softmax(0)):
+        model, args = Mixing(mix), (torch.randn(6, 4),)
+        plan = sbpc.plan(model, args, Mesh(x=2), microbatches=2)
+        assert plan.loop is not None and compare(plan, model, args, *eager(model, args)) <= 1e-10
+    with pytest.raises(LoopError, match=r"in forward\n.*self.mix") as found:
+        sbpc.plan(Mixing(lambda x: x.cumsum(0)), args, Mesh(x=2), stages="x", microbatches=2)
+    assert "for the whole batch" in str(found.value)
 
 
 def test_gradients_are_sent_once_for_any_number_of_micro_batches() -> None:

@@ -11,8 +11,9 @@ import torch
 
 from sbpc.rules import registry, rule
 from sbpc.rules.registry import TABLE
-from tests.random_models import HELD, Case, digest, draw_case, elsewhere, outcome, shrunk
-from tests.random_nets import Layer, Net
+from tests.compare import relative_error
+from tests.random_models import HELD, Case, digest, draw_case, elsewhere, expected, outcome, shrunk
+from tests.random_nets import Layer, Net, built, source
 
 CHUNK, FEW, LONG = 10, 200, 250
 # 3 to 19 CPU seconds each: `make prove`
@@ -40,6 +41,23 @@ def test_random_models_have_the_numbers_of_one_device(first: int) -> None:
 
 def test_models_that_once_were_not_planned_are() -> None:
     check([568])  # products whose results lie in memory so that no view reads them
+
+
+def test_memory_that_once_was_told_otherwise_is_as_counted() -> None:
+    check([1011])  # a gradient of a weight that lies in other strides, which is sent without a copy
+
+
+def test_what_rounding_alone_moves_as_far_is_no_wrong_number() -> None:
+    """As the norm of a single number, and what goes on from it; a sound net is moved by next to nothing."""
+    check([832, 1693])
+    sizes = {"B": 3, "T": 5, "C": 4, "W": 7, "H": 2}
+    layers = Layer("attention", 0), Layer("linear", 0)
+    case = Case(Net(0, sizes, layers, Layer("square", 0), "x", "torch.randn(B, T, C)", ()), {"a": 2})
+    made = built(source(case.net))
+    values, *others = (expected(case, made, way).by_name() for way in (None, 0, 1))
+    for other in others:
+        moved = [relative_error(other[name], value) for name, value in values.items() if value is not None]
+        assert 0 < max(moved) < 1e-12, moved
 
 
 def test_plans_of_random_models_are_the_same_in_another_process() -> None:

@@ -149,3 +149,38 @@ def test_the_bound_of_stages_holds_and_allows_for_cores_that_they_share(schedule
         mesh = Mesh(pipe=2, data=2, cluster=cluster)
         plan: Any = sbpc.plan(net, (torch.randn(BATCH, WIDTH),), mesh, schedule=schedule, **options)
         assert COMPUTING / 2 <= plan.lower_bound <= plan.cost.seconds, (objective, send, sharing)
+
+
+class Wide(nn.Module):
+    """Blocks with dropout, and a mean over the targets that count."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.3), nn.Linear(4 * width, width))
+                for _ in range(4)
+            )
+        )
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.layers(x), target, ignore_index=-1)
+
+
+@pytest.mark.parametrize(("axes", "options"), [({"data": 2}, {}), ({"pipe": 2}, {"stages": "pipe"})], ids=str)
+def test_micro_batches_go_in_halves_where_that_hides_collectives(axes: dict[str, int], options: dict[str, Any]) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    lan = Cluster("lan", 5e9, 1e10, 5e-7, 2, 2e-6, 240e6, 2e-6, 24e6)
+    model, args = Wide(), (torch.randn(64, 64), torch.randint(-1, 64, (64,)))
+    plan = sbpc.plan(model, args, Mesh(cluster=lan, **axes, tensor=2), microbatches=2, **options)
+    assert plan.body.options.microbatches == 2 and plan.verify()
+    alone = sbpc.simulate(sbpc.plan(model, args, Mesh(x=1)), model, args, seed=3)
+    run = sbpc.simulate(plan, model, args, seed=3)
+    assert torch.allclose(run.outputs, alone.outputs, rtol=1e-12)
+    for name, gradient in run.gradients.items():
+        assert torch.allclose(gradient, alone.gradients[name], atol=1e-14)  # type: ignore[arg-type]
+    memory = plan.cost.memory
+    assert memory["total"] - memory["optimizer"] == run.peak_memory
+    numbers = {plan.cost.symbols[name]: value for name, value in plan.cost.numbers.items()}
+    assert plan.cost.memory_expr.xreplace(numbers) == memory["total"]

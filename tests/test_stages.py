@@ -370,7 +370,7 @@ def test_equal_chunks_are_measured_once(share: float) -> None:
     else:
         assert isinstance(plan.programs, OnUse)
         assert len(plan.programs.made) == len(set(likenesses(plan))) < len(plan.chunks)
-    for at, (cost, alone) in enumerate(zip(plan.parts, map(ChunkCost.of, plan.programs), strict=True)):
+    for at, (cost, alone) in enumerate(zip(plan.chunk_costs, map(ChunkCost.of, plan.programs), strict=True)):
         assert (cost.homes, cost.trained, cost.adds()) == (alone.homes, alone.trained, alone.adds())
         assert [cost.held(kind) for kind in GROUP_OF] == [alone.held(kind) for kind in GROUP_OF]
         for which in plan.tally(at):
@@ -378,10 +378,10 @@ def test_equal_chunks_are_measured_once(share: float) -> None:
             assert [cost.rise(which, first) for first in (True, False)] == [
                 alone.rise(which, first) for first in (True, False)
             ]
-    assert len({id(cost.program) for cost in plan.parts}) < len(plan.parts) == 6
+    assert len({id(cost.program) for cost in plan.chunk_costs}) < len(plan.chunk_costs) == 6
     if share < 1.0:
         return
     first, *inner, last = likenesses(plan)
     assert len(set(inner)) == 1 and len({first, inner[0], last}) == 3
     pinned = sbpc.plan(model, args, Mesh(pipe=2, data=2, cluster="h100"), pin={"blocks.2.up.weight": "S(0)"}, **options)
-    assert len(set(likenesses(pinned))) == len({id(cost.program) for cost in pinned.parts}) == 4
+    assert len(set(likenesses(pinned))) == len({id(cost.program) for cost in pinned.chunk_costs}) == 4

@@ -1,10 +1,9 @@
 """Solves a layout problem again with one value laid out otherwise: the best whole plan for each layout that it may
 have.
 
-Everything else is free again, but far from the value nothing changes: the program frees what is near, and goes
-further where the answer changes at the edge. A small problem is freed whole, so its answers are exact. For any
-problem the multipliers prove what every plan with a layout takes at least: the bound, and the reduced cost of the
-layout.
+Everything else is free again, but far from the value nothing changes: the program frees what is near, and goes further
+where the answer changes at the edge. A small problem is freed whole, so its answers are exact. For any problem the
+multipliers prove what every plan with a layout takes at least: the bound, and the reduced cost of the layout.
 """
 
 from __future__ import annotations

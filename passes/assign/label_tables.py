@@ -143,13 +143,15 @@ def call_seconds(
     if match is not None and match.view:
         return np.zeros(labels)
     flops: Any = points
+    form = None
     if match is not None:
         uncut = np.zeros(labels, dtype=np.int64)
-        flops = match.flops({f: local_size(n, masks.get(f, uncut), mesh.sizes) for f, n in match.sizes.items()})
+        local = {f: local_size(n, masks.get(f, uncut), mesh.sizes) for f, n in match.sizes.items()}
+        flops, form = match.flops(local), match.shape(local, {f: mask != 0 for f, mask in masks.items()})
     bytes_moved = np.zeros(labels)
     for (itemsize, shape), codes in zip(tensors, ports):
         bytes_moved += itemsize * elements(codes, shape, mesh.sizes)
-    seconds = mesh.cluster.kernel_seconds("" if match is None else str(match.op), flops, bytes_moved)
+    seconds = mesh.cluster.kernel_seconds("" if match is None else str(match.op), flops, bytes_moved, form)
     return np.broadcast_to(seconds, (labels,)).astype(float)
 
 

@@ -45,10 +45,9 @@ class LayoutProblem:
     like: a problem of the same graph and mesh with other wishes, whose tables and boxings are used again.
 
     variables, tables: of nodes first, then of outputs that may be left in several layouts. By value: values; keys,
-    which output of which node it is; codes [layouts], of its layouts; counted_parts, what part of its seconds a
-    boxing counts, less than 1 where it is done once for all micro-batches. output_variables: by output the variable
-    in whose layout it is left, None for an absent one. output_tensors: by variable of an output, bytes per element
-    and shape.
+    which output of which node it is; codes [layouts], of its layouts; counted_parts, what part of its seconds a boxing
+    counts, less than 1 where it is done once for all micro-batches. output_variables: by output the variable in whose
+    layout it is left, None for an absent one. output_tensors: by variable of an output, bytes per element and shape.
 
     Raises PinError if a wish leaves a node nothing.
     """

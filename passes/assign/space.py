@@ -126,10 +126,9 @@ class Space(LayoutProblem):
         return id(self.tables[at]), *((id(self.tables[self.number[node]]), index) for node, index in producers)
 
 
-# --- repeated blocks, found by a structural hash, so that equal layers are planned once
-# ------------------------------------ The calls stand in the order of execution; in it equal blocks, one after the
-# other, are a tandem repeat: token number i equals token number i + period over a long run. A token says what an op is,
-# and what its operands are.
+# --- repeated blocks, found by a structural hash, so that equal layers are planned once -------------------------------
+# The calls stand in the order of execution; in it equal blocks, one after the other, are a tandem repeat: token number
+# i equals token number i + period over a long run. A token says what an op is, and what its operands are.
 @dataclass(frozen=True)
 class Run:
     """Blocks of `period` tokens from `start` on; the last one may be cut short at `stop`."""

@@ -109,7 +109,8 @@ def joint(source: FakeModel, train: bool) -> GraphModule:
 def _ported(source: FakeModel, traced: GraphModule, flat: Flat, train: bool) -> GraphModule:
     """Returns the same graph with our ports, names and meta."""
     end = traced.graph.output_node()
-    results = [(desc, node) for desc, node in zip(end.meta["desc"], end.args[0]) if node is not None]  # type: ignore[arg-type]
+    values: Any = end.args[0]
+    results = [(desc, node) for desc, node in zip(end.meta["desc"], values) if node is not None]
     _refuse_writes(source, flat, results)
     new = Copies()
     constants: dict[str, Tensor] = {}

@@ -28,6 +28,7 @@ from sbpc.graph.values import CONTAINERS, RECORDS, is_foreign, is_own, is_plain,
 from sbpc.passes.capture.code_reads import chains, function_in, line_of, names_in
 from sbpc.passes.capture.contents import (
     GENERATORS,
+    First,
     copied,
     is_object,
     parts_of,
@@ -49,7 +50,6 @@ KEPT = (
     "Return it from the forward, or reset the attribute before the forward ends; make a constant in __init__, by "
     "register_buffer."
 )
-First = tuple[str, dict[str, Any], str, Any, str]
 CHANGING = (list, deque, dict, set, np.ndarray, FunctionType, *RECORDS)
 
 
@@ -161,9 +161,8 @@ class Attributes:
         for each in container if isinstance(container, (set, frozenset, dict)) else ():
             hidden = isinstance(each, nn.Module) or is_object(each)
             if hidden and id(each) not in self.owners and type(each).__hash__ is BY_IDENTITY:
-                raise user_error(
-                    f"the forward reads {path!r}, a {type(container).__name__} of objects", user_stack(), IN_SET
-                )
+                what = f"the forward reads {path!r}, a {type(container).__name__} of objects"
+                raise user_error(what, user_stack(), IN_SET)
 
     def visit_class(self, kind: type) -> None:
         """Guards the globals that the methods of a class of somebody's own name."""
@@ -192,9 +191,8 @@ class Attributes:
         table, used = function.__globals__, names_in(function.__code__)
         if not is_own(table):
             return
-        self.guards |= {
-            path: text_of(mode()) for path, mode in MODES.items() if path[len("torch.") : -len("()")] in used
-        }
+        modes = [path for path in MODES if path.removeprefix("torch.").removesuffix("()") in used]
+        self.guards |= {path: text_of(MODES[path]()) for path in modes}
         for names in chains(function.__code__):
             self.follow(table, self.prefix(table), names, used)
         if isinstance(value, classmethod) or used & {"type", "__class__"}:
@@ -209,12 +207,9 @@ class Attributes:
 
     def fields(self, owner: Any, path: str, names: Set[str]) -> None:
         """Guards what a class or a module has under some names, of which a forward may read any."""
+        classes = [kind for kind in getattr(owner, "__mro__", ()) if is_foreign(kind.__module__)]
         owner = vars(owner) if isinstance(owner, ModuleType) else owner
-        tables = (
-            [owner]
-            if isinstance(owner, dict)
-            else [vars(kind) for kind in owner.__mro__ if is_foreign(kind.__module__)]
-        )
+        tables = [owner] if isinstance(owner, dict) else map(vars, classes)
         for name in sorted({name for table in tables for name in table if not name.startswith("__")} & set(names)):
             self.follow(owner, path, [name], frozenset())
 
@@ -295,12 +290,9 @@ class Attributes:
                 free = old if isinstance(value, FunctionType) else ()
                 lines = self.lines.get(read) or line_of(self.functions, *free, path.partition(":")[2].partition(".")[0])
                 if isinstance(value, dict) and all(value.get(key, ABSENT) is item for key, item in old.items()):
-                    new = [
-                        (key, item)
-                        for key, item in value.items()
-                        if key not in old and compare(path, ABSENT, item, lines, fine)
-                    ]
-                    self.first += [(path, value, key, item, lines) for key, item in new]
+                    for key, item in value.items():
+                        if key not in old and compare(path, ABSENT, item, lines, fine):
+                            self.first.append((path, value, key, item, lines))
                 else:
                     compare(path, old, table_of(value), lines, fine)
         for path, value, old in self.generators.values():
@@ -313,10 +305,8 @@ class Attributes:
                 old, new = before.get(name), now.get(name)
                 if (old is None) != (new is None) or (table == CHILDREN and old is not new):
                     what = f"the forward makes, replaces or deletes {f'{path}.{name}'.lstrip('.')!r}"
-                    raise CaptureError(
-                        f"{what}\n  Make it in __init__: a program has the modules, parameters and buffers that there "
-                        "are."
-                    )
+                    todo = "Make it in __init__: a program has the modules, parameters and buffers that there are."
+                    raise CaptureError(f"{what}\n  {todo}")
 
     def restore(self) -> None:
         """Puts all back as it was: a forward may keep fake tensors or count its calls."""
@@ -353,38 +343,19 @@ def compare(path: str, old: Any, new: Any, lines: str, own: Container[int], read
         return False
     number = is_plain(new) or (is_plain(old) and not isinstance(old, CONTAINERS))
     if number and old is not ABSENT and old is not None:
-        what = (
-            f"the forward changes {path!r} from {before} to {now}, and a program always computes as if it were {before}"
-        )
+        what = f"the forward changes {path!r} from {before} to {now}"
         todo = "Keep it in a buffer, pass it as an argument, or change it outside of the forward."
-        raise user_error(what, lines, f"{todo} If it stays as the first call leaves it, run the model once before.")
+        todo += " If it stays as the first call leaves it, run the model once before."
+        raise user_error(f"{what}, and a program always computes as if it were {before}", lines, todo)
     return is_plain(new) and new is not None and new is not ABSENT
-
-
-@contextmanager
-def settled(first: Iterable[First]) -> Iterator[None]:
-    """Sets what a first forward has set while this lasts."""
-    before = [(table, name, table.get(name, ABSENT)) for _, table, name, *_ in first]
-    for _, table, name, value, _ in first:
-        table[name] = value
-    try:
-        yield
-    finally:
-        for table, name, value in before:
-            if value is ABSENT:
-                table.pop(name, None)
-            else:
-                table[name] = value
 
 
 def refuse_iterator(path: str, value: Any) -> None:
     """Raises CaptureError for an iterator, of which a program would have the same item for ever."""
     if isinstance(value, Iterator) and not isinstance(value, io.IOBase) and not is_object(value):
-        what = (
-            f"the forward reads {path!r}, a {type(value).__name__}, and its program would have the same item in every "
-            "step"
-        )
-        raise user_error(what, user_stack(), "Take the item outside of the forward, and pass it as an argument.")
+        what = f"the forward reads {path!r}, a {type(value).__name__}"
+        todo = "Take the item outside of the forward, and pass it as an argument."
+        raise user_error(f"{what}, and its program would have the same item in every step", user_stack(), todo)
 
 
 @contextmanager

@@ -23,7 +23,8 @@ from sbpc.graph.guards import COMPUTED, GUARDS
 from sbpc.graph.ports import Port
 from sbpc.graph.values import is_foreign, text_of
 from sbpc.passes.capture.aot_tracer import joint
-from sbpc.passes.capture.attributes import DRAWN, First, settled
+from sbpc.passes.capture.attributes import DRAWN
+from sbpc.passes.capture.contents import First, settled
 from sbpc.passes.capture.fake_model import FakeModel, environment, fake_model, finish
 from sbpc.passes.capture.light_tracer import Light, NeedsAot
 from sbpc.passes.capture.random_ops import streams

@@ -21,8 +21,8 @@ GLOBALS, ATTRIBUTES = (
     )
 )
 INSIDE: dict[type, str] = {  # where a function is in what holds one
-    staticmethod: "__func__", classmethod: "__func__", MethodType: "__func__", property: "fget", functools.cached_property: "func",
-    functools.partial: "func", type(functools.lru_cache(len)): "__wrapped__",
+    staticmethod: "__func__", classmethod: "__func__", MethodType: "__func__", property: "fget",
+    functools.cached_property: "func", functools.partial: "func", type(functools.lru_cache(len)): "__wrapped__",
 }  # fmt: skip
 
 

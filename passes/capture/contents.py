@@ -8,6 +8,7 @@ import operator
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from sbpc.graph.guards import ABSENT
 from sbpc.graph.values import CONTAINERS, DEEPEST, LISTS, is_foreign, is_own, is_plain, items_of, table_of
 
+First = tuple[str, dict[str, Any], str, Any, str]  # see `Attributes.first`
 MUTABLE = 0b10  # of the two flags of a class: made by a class statement, and not immutable
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
@@ -93,6 +95,20 @@ def put_back(owner: Any, name: str, value: Any) -> None:
         owner[name] = value
     else:
         setattr(owner, name, value)
+
+
+@contextmanager
+def settled(first: Iterable[First]) -> Iterator[None]:
+    """Sets what a first forward has set while this lasts."""
+    before = [(table, name, table.get(name, ABSENT)) for _, table, name, *_ in first]
+    for _, table, name, value, _ in first:
+        table[name] = value
+    try:
+        yield
+    finally:
+        for table, name, value in before:
+            if value is not ABSENT or name in table:
+                put_back(table, name, value)
 
 
 def is_object(value: Any) -> bool:

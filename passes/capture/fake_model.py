@@ -28,7 +28,8 @@ from sbpc.graph import ports
 from sbpc.graph.guards import GUARDS, LOSS, Planned
 from sbpc.graph.ports import Port, Ports
 from sbpc.graph.pytree import flatten, paths, unflatten
-from sbpc.passes.capture.attributes import Attributes, First
+from sbpc.passes.capture.attributes import Attributes
+from sbpc.passes.capture.contents import First
 
 Named = dict[str, Tensor]
 

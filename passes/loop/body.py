@@ -123,7 +123,7 @@ class BodyWriter(Unroller):
                 self[node] = [self.copied(node)] if node.op == "get_attr" else self.written(node)
         return self.finished(early, late)
 
-    # --- which node is in which part ---------------------------------------------------------------------------------
+    # --- which node is in which part ----------------------------------------------------------------------------------
     def early_joins(self) -> set[Node]:
         """Returns the joins that what is cut or partial depends on: they are computed before the loop. Raises
         LoopError if they cannot."""
@@ -152,7 +152,7 @@ class BodyWriter(Unroller):
                 late.add(node)
         return late
 
-    # --- the body ----------------------------------------------------------------------------------------------------
+    # --- the body -----------------------------------------------------------------------------------------------------
     def placeholders(self, early: Iterable[Node]) -> None:
         """Writes all placeholders: those of the step, with inputs as a micro-batch has them, early joins, and the
         micro-batch's number."""
@@ -168,12 +168,16 @@ class BodyWriter(Unroller):
             if dim is not None:
                 copy.meta["val"] = part(node.meta["val"], dim, self.count)
             add_port(self.ports, INPUT, Source("argument", int(port.name), dim))
-        for place, join in enumerate(node for node in self.boxed.graph.nodes if node in early):
-            self[join] = [self.given(f"whole_{place}", {"val": join.meta["val"]})]
+        joins = [node for node in self.boxed.graph.nodes if node in early]
+        whole = [self.given(f"whole_{place}", {"val": join.meta["val"]}) for place, join in enumerate(joins)]
+        for place in range(len(joins)):
             add_port(self.ports, INPUT, Source("before", place))
         with self.mode:
             self.index = self.given(INDEX, {"val": torch.empty((), dtype=torch.int64)})
         add_port(self.ports, INPUT, Source("index", 0))
+        for join, value in zip(joins, whole):
+            self.turn_to(join)
+            self[join] = self.cut(join.meta["step"], [value]) if join.meta["sbp"].cuts else [value]
 
     def written(self, node: Node) -> list[Any]:
         """Writes one node, and returns what stands for it."""
@@ -221,8 +225,7 @@ class BodyWriter(Unroller):
         what = "a micro-batch would need this value for the whole batch, zeros but for its own part"
         raise LoopError(at_node(what, copies[0], "Plan without stages=."))
 
-    # --- what is done once
-    # ---------------------------------------------------------------------------------------------
+    # --- what is done once --------------------------------------------------------------------------------------------
     def finished(self, early: set[Node], late: set[Node]) -> Loop:
         """Returns the loop: the body with its outputs, and the graphs around it."""
         ports = self.gm.meta["ports"]

@@ -69,10 +69,9 @@ class PricedBound:
     proof: Proof = field(default_factory=lambda: Proof([]))
 
 
-# --- what the backward reads of the forward goes through a node of its own, so that what is kept is a choice
-# -------------------- The layout of that node is what a rank holds of the value between forward and backward: as it was
-# made, as the forward read it, or split further. A gathered parameter is kept in this way, or stored in its home and
-# gathered again.
+# --- what the backward reads of the forward goes through a node of its own, so that what is kept is a choice ----------
+# The layout of that node is what a rank holds of the value between forward and backward: as it was made, as the forward
+# read it, or split further. A gathered parameter is kept in this way, or stored in its home and gathered again.
 def store(gm: GraphModule) -> GraphModule:
     """The graph with stored values.
 
@@ -106,8 +105,7 @@ def keeps(node: Node) -> bool:
     return node.op in ("placeholder", "call_function") and isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-# --- what is missing where no plan fits into the memory, and what to do about it
-# -------------------------------------------------
+# --- what is missing where no plan fits into the memory, and what to do about it --------------------------------------
 MUCH = 0.03  # of what a plan takes: a result that takes as much may be the reason
 
 

@@ -159,8 +159,7 @@ class MemorySearch:
         while self.best and not self.large and self.gap > ROUGH and self.polish():
             pass
 
-    # --- prices
-    # ---------------------------------------------------------------------------------------------------------
+    # --- prices -------------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[Limit]:
         """Returns the limit at every moment that has a price."""
@@ -227,8 +226,7 @@ class MemorySearch:
         if bound.bound >= self.bound.bound:
             self.bound = bound
 
-    # --- mixtures
-    # -------------------------------------------------------------------------------------------------------
+    # --- mixtures -----------------------------------------------------------------------------------------------------
 
     def mix(self, turns: int, more: int = 0, until: float = math.inf) -> None:
         """Mixes the plans so far, and corrects the rows by what mixtures hold, until one fits and is about as fast
@@ -297,8 +295,7 @@ class MemorySearch:
                 row, most=max(row.most, row.used(candidate.labels) - (sizes[name] - self.limit))
             )
 
-    # --- bounds
-    # ---------------------------------------------------------------------------------------------------------
+    # --- bounds -------------------------------------------------------------------------------------------------------
 
     def sharpen(self) -> None:
         """Raises the bound at the prices of rows at the best plan's peak, too; in small problems by messages on the
@@ -367,8 +364,7 @@ class MemorySearch:
         self.take_bound(replace(self.bound, bound=bound - allowed, proof=proof))
         return better, min(self.bound.bound, self.best.seconds)
 
-    # --- plans
-    # ----------------------------------------------------------------------------------------------------------
+    # --- plans --------------------------------------------------------------------------------------------------------
 
     def keep(self, labels: Sequence[int]) -> Candidate:
         """Makes the plan of these labels, once, and counts its bytes; drops the graphs of those before it."""

@@ -34,7 +34,8 @@ from sbpc.rules.choices import Candidates, Choice
 
 aten = torch.ops.aten
 PRODUCTS = (
-    aten.addmm.default, aten.baddbmm.default, aten.bmm.default, aten.einsum.default, aten.linear.default, aten.mm.default,
+    aten.addmm.default, aten.baddbmm.default, aten.bmm.default, aten.einsum.default, aten.linear.default,
+    aten.mm.default,
 )  # fmt: skip
 RESULT = -1  # the place of what a product makes, in place of the number of an operand
 # products that add to an operand
@@ -247,7 +248,7 @@ def wider(layout: Layout, dim: int, more: int) -> Layout:
     return Layout(layout.axes, tuple(map(moved, layout.states)), layout.order)
 
 
-# --- what goes in panels, and along which dims ---------------------------------------------------------------------
+# --- what goes in panels, and along which dims ------------------------------------------------------------------------
 
 
 def moves(plan: Plan) -> list[Move]:

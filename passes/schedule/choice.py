@@ -157,7 +157,7 @@ def overlapped(
     result = replace(plan, options=options, lower_bound=bound, prover=prover, serial_bound=serial_bound, again=no_model)
     if plan.options is options:
         vars(result).update(
-            (name, each) for name, each in vars(plan).items() if name in ("programs", "parts", "memory")
+            (name, each) for name, each in vars(plan).items() if name in ("programs", "chunk_costs", "memory")
         )
     return result
 
@@ -222,6 +222,7 @@ def weighted(mesh: Mesh, weights: Weights) -> Mesh:
         peak=cluster.peak / compute,
         memory_bandwidth=cluster.memory_bandwidth / compute,
         launch=cluster.launch * compute,
+        device=None if cluster.device is None else cluster.device.scaled(compute),
         collectives=tuple(rates),
         ways=tuple(ways),
         intra_latency=0.0,

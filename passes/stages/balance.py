@@ -164,8 +164,12 @@ def work_at(places: Places, cluster: Cluster, parts: int) -> np.ndarray:
         match = node.meta.get("match")
         if value_of(node)[0] is node and not (match is not None and match.view):
             moved = sum(size * int(np.prod(shape)) for size, shape in tensors_of(node)) / parts
-            flops = 0.0 if match is None else float(match.flops(match.sizes)) / parts
-            work[place] += cluster.kernel_seconds("" if match is None else str(match.op), flops, moved)
+            if match is None:
+                work[place] += cluster.kernel_seconds("", 0.0, moved)
+                continue
+            shape = match.shape(match.sizes, {})
+            about = moved, None if shape is None else shape.part(parts)
+            work[place] += cluster.kernel_seconds(str(match.op), float(match.flops(match.sizes)) / parts, *about)
     return work
 
 

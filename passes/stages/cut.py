@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 @dataclass
-class Piece:
+class StageGraph:
     """The graph of one stage.
 
     graph: a captured graph, whose inputs are those of the body that it reads, then what it receives in the forward;
@@ -35,7 +35,7 @@ class Piece:
     sends: dict[Port, str]
 
 
-def cut(body: GraphModule, places: Places, cuts: Sequence[int]) -> list[Piece]:
+def cut(body: GraphModule, places: Places, cuts: Sequence[int]) -> list[StageGraph]:
     """Returns the pieces of a body. places: of its calls. cuts: the first place of every stage but the first.
 
     A gradient that is the sum of terms of several stages has a term in each. Raises PlanError if a stage would need
@@ -92,7 +92,7 @@ class Cutter:
         added.add(node)
         return [term for used in node.all_input_nodes for term in self.inner(used, added)]
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[StageGraph]:
         """Returns the pieces, first stage first."""
         needs = [self.needed(stage) for stage in range(self.count)]
         sent: list[dict[Node, None]] = [{} for _ in needs]  # by stage the values that others read
@@ -135,7 +135,7 @@ class Cutter:
             what = f"stage {stage} needs this value of stage {self.stage[node]} before that computes it"
             raise PlanError(at_node(what, node, "Cut the model into fewer stages."))
 
-    def piece(self, stage: int, inside: set[Node], received: list[Node], sent: list[Node]) -> Piece:
+    def piece(self, stage: int, inside: set[Node], received: list[Node], sent: list[Node]) -> StageGraph:
         """Writes the graph of a stage. Its outputs are gradients, those of the body, and what it sends."""
         takes, leaves = dict[Port, Node](), dict[Port, Node]()
         arguments, gives = dict[Port, str](), dict[Port, int]()
@@ -162,7 +162,7 @@ class Cutter:
                 copies.keep(node)
         copies.left(leaves.values(), self.body.graph.output_node().meta)
         graph = copies.module(self.body, self.body.meta | {"ports": self.ports(tuple(takes), tuple(leaves))})
-        return Piece(graph, arguments, gives, receives, sends)
+        return StageGraph(graph, arguments, gives, receives, sends)
 
     def comes_late(self, node: Node, stage: int) -> bool:
         """Returns whether a value is received for the backward: nothing of the stage's forward reads it."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
 
-from sbpc.errors import MemoryLimitError, lacking
+from sbpc.errors import MemoryLimitError, PlanError, lacking
 from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import GRADIENT, ONCE, PARAMETER, Port, placeholders, results
 from sbpc.mesh.layout import Layout
@@ -17,13 +19,14 @@ from sbpc.mesh.states import B, Partial, Split, State
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.micro_batches import batch_of
 from sbpc.passes.stages.balance import cuts_of, places_of
-from sbpc.passes.stages.cut import Piece, cut
+from sbpc.passes.stages.cut import StageGraph, cut
 from sbpc.passes.stages.zero import Build, within_levels
 from sbpc.plans.chunk import Assignment, Chunk
 from sbpc.plans.options import Options
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.part_memory import bytes_at
-from sbpc.plans.staged.schedules import actions_of, chunks_in
+from sbpc.plans.staged.schedules import BREADTH_FIRST, INPUTS, WEIGHTS, actions_of, chunks_in
+from sbpc.plans.staged.stage_parts import AFTER
 from sbpc.plans.staged.stages_bound import stages_bound
 from sbpc.rules.choices import Candidates, Choice, of_stored
 
@@ -31,7 +34,10 @@ Made = Callable[..., Chunk]  # of a piece, its layouts, and what its ports stand
 Solve = Callable[[GraphModule, Mesh], Sequence[Plan]]
 Spare = Callable[[GraphModule, Mesh], Sequence[Assignment]]
 Search = Callable[[Plan], Callable[[float], Plan]]
+Parts = Callable[[Plan], Plan | None]  # the body of a loop with its calls in parts, None where that gains nothing
 TRIES, LESS = 5, 0.98  # limits of the body under which it is planned; each is so much below what the last plan suggests
+CHUNKS = 4, 8  # of a loop that goes breadth-first
+GAIN = 2e-2  # the part of a step that chunks, or parts of calls, are to save
 ENOUGH = 1e-2  # fraction by which a plan under a limit may be slower than one without before layouts are searched
 
 
@@ -44,13 +50,21 @@ class Draft(NamedTuple):
 
 
 def staged(
-    gm: GraphModule, mesh: Mesh, options: Options, solve: Solve, spare: Spare, search: Search, made: Made
+    gm: GraphModule,
+    mesh: Mesh,
+    options: Options,
+    solve: Solve,
+    spare: Spare,
+    search: Search,
+    made: Made,
+    parts: Sequence[Parts] = (),
 ) -> Plan:
     """Returns the plan of an annotated step with stages along an axis, with one stage where `options` name none.
 
     solve: plans the body on the mesh of a stage; of several plans the one whose step is shortest is taken. spare:
     lays it out in other ways that may take fewer bytes. search: what plans it under limits of bytes, from the plan
-    without. made: makes a chunk there. Raises PlanError if the model cannot be cut so, MemoryLimitError if no plan
+    without. made: makes a chunk there. parts: ways to write the body, in halves, in panels; what makes the step shorter
+    is taken. Raises PlanError if the model cannot be cut so, MemoryLimitError if no plan
     fits.
     """
     axis, schedule, count = options.stages, options.schedule, options.microbatches
@@ -82,9 +96,49 @@ def staged(
 
     free = min(map(draft, solve(loop.body, inner)), key=lambda each: each.plan.cost.seconds)
     memory = options.memory
-    if memory is None or free.plan.memory["total"] <= memory:
-        return free.plan
-    return within_memory(free, memory, lambda: spare(loop.body, inner), search, lambda whole: draft(whole, free.plan))
+    plan = free.plan
+    if memory is not None and plan.memory["total"] > memory:
+        plan = within_memory(
+            free, memory, lambda: spare(loop.body, inner), search, lambda whole: draft(whole, free.plan)
+        )
+    for write in parts:
+        body = write(plan)
+        plan = plan if body is None else better(plan, rewritten(plan, body, schedule, made))
+    return breadth_first(plan, made) if stages == 1 and schedule == Options.schedule else plan
+
+
+def breadth_first(plan: Plan, made: Made) -> Plan:
+    """Returns a loop in which all micro-batches go through one chunk of the model before the next if that is faster
+    and fits: gradients of a chunk then go home beside the backward of those before it. Else the loop as it is."""
+    (cost,), body = plan.chunk_costs, plan.body
+    send = cost.program((INPUTS, WEIGHTS, AFTER)).seconds - cost.program((INPUTS, WEIGHTS)).seconds
+    if not plan.overlaps or plan.mesh.cluster.name == "ideal" or send < GAIN * plan.cost.seconds:
+        return plan
+    assert body is not None
+    tried = list[Plan]()
+    with suppress(PlanError):  # fewer blocks than chunks
+        for chunks in CHUNKS:
+            tried.append(rewritten(plan, body, f"{BREADTH_FIRST}:{chunks}", made))
+    for each in sorted(tried, key=lambda plan: plan.cost.seconds):
+        if better(plan, each) is each:
+            return each
+    return plan
+
+
+def rewritten(plan: Plan, body: Plan, schedule: str, made: Made) -> Plan:
+    """Returns the plan of the same step with another body, and in another order."""
+    count = plan.stages * chunks_in(schedule)
+    places = places_of(body.annotated)
+    pieces = cut(body.annotated, places, cuts_of(body.annotated, places, count, plan.inner))
+    options = replace(plan.options, schedule=schedule)
+    return replace(plan, chunks=chunks_of(body, pieces, made), options=options, body=body)
+
+
+def better(plan: Plan, tried: Plan) -> Plan:
+    """Returns another plan if it is faster and fits: into the limit, or else the memory of a device."""
+    limit = plan.options.memory or max(plan.memory["total"], plan.mesh.cluster.memory)
+    gains = tried.cost.seconds < (1 - GAIN) * plan.cost.seconds and tried.memory["total"] <= limit
+    return tried if gains else plan
 
 
 def within_memory(
@@ -142,7 +196,7 @@ def too_large(plan: Plan, memory: float) -> MemoryLimitError:
     return MemoryLimitError(f"{what}\n  {parts}\n  Give more memory, more micro-batches, or {ranks}.", plan)
 
 
-def chunks_of(whole: Plan, pieces: list[Piece], made: Made) -> list[Chunk]:
+def chunks_of(whole: Plan, pieces: list[StageGraph], made: Made) -> list[Chunk]:
     """Returns the chunks with the layouts of the plan of the whole body."""
     nodes = {node.name: node for node in whole.annotated.graph.nodes}
     borders = {name: border(whole, nodes[name]) for piece in pieces for name in piece.receives.values()}
@@ -173,7 +227,7 @@ def chunks_of(whole: Plan, pieces: list[Piece], made: Made) -> list[Chunk]:
     return chunks
 
 
-def left(whole: Plan, piece: Piece, borders: Mapping[str, Layout], port: Port) -> Layout:
+def left(whole: Plan, piece: StageGraph, borders: Mapping[str, Layout], port: Port) -> Layout:
     """Returns the layout in which a chunk leaves an output."""
     if port in piece.sends:
         return borders[piece.sends[port]]

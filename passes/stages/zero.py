@@ -136,7 +136,7 @@ class Zero:
     def saved(self, moves: Sequence[Move], free: Plan) -> list[list[int]]:
         """Returns by stage about how many bytes of its ranks the first moves save, none, one and so on up to all of
         them."""
-        stages = {name: free.owners[at] for at, part in enumerate(free.parts) for name in part.homes}
+        stages = {name: free.owners[at] for at, part in enumerate(free.chunk_costs) for name in part.homes}
         stage_of = [stages.get(group.names[0]) for group in self.groups]
         return [
             list(itertools.accumulate((move.saved * (stage_of[move.group] == stage) for move in moves), initial=0))

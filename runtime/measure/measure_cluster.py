@@ -104,7 +104,7 @@ def profile(
     told += f"{str(dtype).removeprefix('torch.')}, medians of {repeats}"
     if links is not None:
         source = f"{told}; links as in {links.name!r}: {links.source}"
-        return replace(links, name=name, **figures, memory=memory_of(where, per_node), source=source)
+        return replace(links, name=name, **figures, memory=memory_of(where, per_node), source=source, device=None)
     costs = measure(where, repeats, sent, tell)
     tell("kernels beside a collective")
     kernels_beside, links_beside = beside(where, repeats, costs)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import conv2d, scaled_dot_product_attention
 
-from sbpc.mesh.cluster import kernel_seconds
+from sbpc.mesh.kernels import kernel_seconds
 from sbpc.runtime.start.process_groups import from_all_ranks
 
 WINDOW = 0.2  # seconds in which all ranks call the same kernel, so that those that share cores share them all the time

@@ -1,8 +1,7 @@
 """Run all ranks in one process: one fx program per rank in lockstep, with collectives as plain Python over the ranks.
 
 Each rank runs up to its next collective, which is done once all ranks of its group have reached it. No process group
-and no cost model is needed: bytes are counted message by message as a ring would send them, memory storage by
-storage.
+and no cost model is needed: bytes are counted message by message as a ring would send them, memory storage by storage.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from sbpc.graph.ports import BUFFER, INPUT, INPUT_GRADIENT, MUTATION, PARAMETER,
 from sbpc.graph.random_bits import wrap
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
-from sbpc.plans.staged.schedules import Action, in_turn
+from sbpc.plans.staged.schedules import LATE, Action, in_turn, without_late
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.runtime import bind
 from sbpc.runtime.one_process.lockstep import lockstep, storages
@@ -172,8 +173,17 @@ class LoopSimulation:
         """Runs the step. Returns its results and gradients, whole; the bytes sent by axis; and the peak of live
         bytes of a rank."""
         self.once(BEFORE)
-        for _, action in in_turn(self.plan.actions, self.plan.needs):
+        orders = [iter(order) for order in self.plan.orders]
+        for stage, action in in_turn(self.plan.actions, self.plan.needs):
+            for which, each in orders[stage]:
+                if LATE in which:
+                    self.late(which, each.chunk)
+                if each == action:
+                    break
             self.act(action)
+        for which, each in itertools.chain(*orders):
+            if LATE in which:
+                self.late(which, each.chunk)
         self.once(AFTER)
         gradients: dict[Port, Tensor] = {}
         for at in range(len(self.runs)):
@@ -222,15 +232,27 @@ class LoopSimulation:
         runs = self.runs[at]
         given = [run.given(which, batch) for run in runs]
         programs = self.plan.programs[at]
-        graphs = [programs.local_at(which, run.adds(which), rank) for rank, run in enumerate(runs)]
+        graphs = [programs.pieces_at(which, run.adds(which), rank)[0] for rank, run in enumerate(runs)]
+        results = [run.take(which, batch, out) for run, out in zip(runs, self.lockstep(at, graphs, given))]
+        for port, name in self.plan.programs[at].outputs.items():
+            if name in results[0]:
+                self.leave(at, port, batch, [each[name] for each in results])
+
+    def late(self, which: Parts, at: int) -> None:
+        """Runs a piece of what comes late of the program of some parts of a chunk."""
+        runs, (parts, piece), programs = self.runs[at], without_late(which), self.plan.programs[at]
+        late = [run.late[parts] for run in runs]
+        graphs = [programs.pieces_at(parts, adding, rank)[piece] for rank, (adding, _) in enumerate(late)]
+        for run, out in zip(runs, self.lockstep(at, graphs, [values for _, values in late])):
+            run.take_late(parts, piece, out)
+
+    def lockstep(self, at: int, graphs: Sequence[Any], given: list[list[Any]]) -> list[Any]:
+        """Runs a program of a chunk on all ranks, and counts what it sends and what is alive."""
         done = lockstep(graphs, given, self.groups)
         self.count(at, given, done.peak_memory)
         for name, sent in done.bytes_sent.items():
             self.sent[self.plan.owners[at]][name.split("::")[-1]] += sent
-        results = [run.take(which, batch, out) for run, out in zip(runs, done.outputs)]
-        for port, name in self.plan.programs[at].outputs.items():
-            if name in results[0]:
-                self.leave(at, port, batch, [each[name] for each in results])
+        return done.outputs
 
     def leave(self, at: int, port: Port, batch: int, shards: list[Tensor]) -> None:
         """Hands on an output of a chunk."""
@@ -258,6 +280,7 @@ class LoopSimulation:
             held: dict[int, int] = {}
             for chunk in mine:
                 run = self.runs[chunk][rank]
-                for values in (run.fixed, *run.batches.values(), run.added, run.homes):
+                late = {str(which): values for which, (_, values) in run.late.items()}
+                for values in (run.fixed, *run.batches.values(), run.added, run.homes, late):
                     held |= {storage.data_ptr(): storage.nbytes() for storage in storages(list(values.values()))}
             self.peak = max(self.peak, peak + sum(size for place, size in held.items() if place not in inside))

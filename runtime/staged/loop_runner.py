@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from sbpc.graph.ports import BUFFER, INPUT, INPUT_GRADIENT, PARAMETER, SEED, TANGENT, Port
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.plans.plan import Plan
-from sbpc.plans.staged.schedules import Action
+from sbpc.plans.staged.schedules import LATE, Action, without_late
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.runtime.accumulate import Sums
 from sbpc.runtime.device_kernels import placed
@@ -68,9 +68,10 @@ class LoopRunner(Runner):
         return super().shard_of(port, given.full_tensor() if isinstance(given, DTensor) else given, train)
 
     def chunk_function(self, at: int, which: Parts, adding: bool) -> BoxedFunction:
-        """Returns the compiled program of some parts of a chunk."""
+        """Returns the compiled program of some parts of a chunk up to what comes late, or a piece of that."""
         if (at, which, adding) not in self.functions:
-            program = self.plan.programs[at].local_at(which, adding, self.place)
+            parts, piece = without_late(which)
+            program = self.plan.programs[at].pieces_at(parts, adding, self.place)[piece]
             self.functions[at, which, adding] = self.executor(placed(program, self.where))
         return self.functions[at, which, adding]
 
@@ -113,13 +114,16 @@ class Step:
         """Runs all actions of this rank, then what is done once."""
         self.sums.keep(None, self.sums.held)  # programs add to it in place: whose it is shows when all have
         actions = self.plan.actions[self.runner.stage]
-        for at in self.runner.mine:
-            if (BEFORE, at) in self.plan.apart:
-                self.part(at, (BEFORE,), 0)
-        for place, action in enumerate(actions):
+        for which, action in self.plan.orders[self.runner.stage]:
+            if action.kind == BEFORE:
+                self.part(action.chunk, which, 0)
+            elif LATE in which and not self.sums.collects:
+                self.late(action.chunk, which)
+            if action not in self.runner.places:
+                continue
+            place = self.runner.places[action]
             for ahead in actions[place : place + 1 + AHEAD]:  # what later actions need may come while this one computes
                 self.expect(ahead)
-            which = self.plan.runs(action)
             self.arrive(action, which)
             if self.sums.collects:  # the sums go home in a later step
                 which = tuple(part for part in which if part != AFTER)
@@ -191,6 +195,12 @@ class Step:
         for port, name in run.programs.outputs.items():
             if name in named:
                 self.leave(at, port, batch, named[name])
+
+    def late(self, at: int, which: Parts) -> None:
+        """Runs a piece of what comes late of the program of some parts of a chunk."""
+        run, (parts, piece) = self.runs[at], without_late(which)
+        adding, values = run.late[parts]
+        run.take_late(parts, piece, self.runner.chunk_function(at, which, adding)(values.copy()))
 
     def leave(self, at: int, port: Port, batch: int, value: Tensor) -> None:
         """Hands on an output of a chunk: to other stages, to this one, or to the results."""

@@ -26,7 +26,8 @@ class StageRun:
     """One chunk on one rank during a step.
 
     fixed: values that are the same for all micro-batches. positions: the rank's place on each axis. batches: the
-    values of each micro-batch in flight. added: the gradients so far. homes: gradients in their home.
+    values of each micro-batch in flight. added: the gradients so far. homes: gradients in their home. late: of
+    a program of which something comes late, by its parts, whether it adds to sums, and what its next piece reads.
     """
 
     def __init__(self, chunk: Chunk, programs: ChunkPrograms, fixed: Values, positions: Sequence[Tensor]) -> None:
@@ -34,6 +35,7 @@ class StageRun:
         self.batches: dict[int, Values] = {}
         self.added: Values = {}
         self.homes: Values = {}
+        self.late: dict[Parts, tuple[bool, list[Any]]] = {}
 
     def adds(self, which: Parts) -> bool:
         """Returns whether earlier micro-batches have left sums of the gradients that some parts make."""
@@ -47,9 +49,14 @@ class StageRun:
 
     def take(self, which: Parts, batch: int, results: Sequence[Any]) -> Values:
         """Keeps what the program of some parts gave, as long as others read it, and gradients as sums. Returns it by
-        name."""
-        program = self.programs.program(which, self.adds(which))
-        named = dict(zip(program.gives, results))
+        name. Behind it stands what the rest of the program reads, if something comes late."""
+        adding = self.adds(which)
+        program = self.programs.program(which, adding)
+        late = frozenset().union(*program.late)
+        now = [name for name in program.gives if name not in late]
+        named = dict(zip(now, results))
+        if program.late:
+            self.late[which] = adding, list(results[len(now) :])
         home = set(self.programs.home.values()) - set(self.programs.accumulated.values())
         self.homes |= {name: value for name, value in named.items() if name in home}
         self.fixed |= {name: value for name, value in named.items() if name in self.programs.before}
@@ -62,6 +69,13 @@ class StageRun:
         if not program.added and (fresh := self.programs.makes(which) & named.keys()):
             self.add({name: named[name] for name in fresh})
         return named
+
+    def take_late(self, which: Parts, piece: int, results: Sequence[Any]) -> None:
+        """Keeps the gradients that a piece of what comes late of some parts gave, and what the next one reads."""
+        adding, _ = self.late[which]
+        names = self.programs.program(which, adding).late[piece - 1]
+        self.homes |= dict(zip(names, results))
+        self.late[which] = adding, list(results[len(names) :])
 
     def add(self, gradients: Values) -> None:
         """Takes a micro-batch's gradients as the first ones of sums, each in memory of its own."""

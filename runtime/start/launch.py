@@ -1,33 +1,40 @@
-"""Start the ranks of a mesh as processes on this machine, watch them, and end all of them when one fails."""
+"""Start the ranks of a mesh as processes on this machine, watch them, and end all of them when one fails.
+
+They are forked from a process that has imported torch and sbpc, once: that takes each of them three seconds.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
+import multiprocessing
 import os
+import runpy
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from sbpc.errors import SbpcError
 from sbpc.runtime.start.lost_ranks import WAITED
 
 log = logging.getLogger("sbpc")
-Process = subprocess.Popen[bytes]
 RECORDS = "SBPC_RECORDS"  # variable of a rank: the folder for the record of its error
-ALIVE = "SBPC_ALIVE"  # variable of a rank: the pipe whose other end its launcher holds
-POLL, GRACE = 0.05, 3.0  # seconds between two looks at the ranks, and for a rank to end when told to
+IMPORTED = ["torch._dynamo", "sbpc.api.planning", "sbpc.api.loading", "sbpc.cli.main", "sbpc.cli.train_loop"]
+SAME, GRACE = 0.1, 3.0  # seconds in which ranks fail at the same moment, and for a rank to end when told to
 TAIL = 4000  # characters shown of what a rank wrote before it died without a word
 
 
@@ -39,9 +46,17 @@ class RankError(SbpcError):
         self.rank, self.code = rank, code
 
 
+def prepare() -> Any:
+    """Starts to import what ranks will need, unless that has begun, and returns the kind of their processes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    forkserver.ensure_running()
+    return context
+
+
 def launch(arguments: Sequence[str], ranks: int) -> None:
     """Runs `python *arguments` once per rank, with the variables that torchrun sets, and returns when all have ended
-    well.
+    well. The arguments are those of a script, or "-m" and those of a module.
 
     Rank 0 writes to the streams of this process. What the others write is shown only if they fail. No rank is left
     behind when a rank fails, or when this process is interrupted or killed.
@@ -50,40 +65,53 @@ def launch(arguments: Sequence[str], ranks: int) -> None:
     """
     # The store lives in this process, on a port that the system chose: no race for a free one.
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
-    alive, held = os.pipe()
-    processes: list[Process] = []
+    processes: list[ForkServerProcess] = []
     with tempfile.TemporaryDirectory(prefix="sbpc-ranks-") as folder, terminable():
         try:
             for rank in range(ranks):
-                processes.append(start(arguments, rank, ranks, Path(folder), store.port, alive))
+                processes.append(start(arguments, rank, ranks, Path(folder), store.port))
             failed = watch(processes)
             error = first_error(failed, Path(folder)) if failed else None
         finally:
             end(processes)
-            os.close(alive)
-            os.close(held)
     if error is not None:
         raise error
 
 
-def start(arguments: Sequence[str], rank: int, ranks: int, folder: Path, port: int, alive: int) -> Process:
-    """Starts one rank in a session of its own, so that it and all its children can be ended together."""
-    command = [sys.executable, *arguments]
-    log.info("rank %d: %s", rank, " ".join(command))
-    # rank 0 writes to our streams
-    with (folder / f"{rank}.log").open("wb") if rank else contextlib.nullcontext() as out:
-        return subprocess.Popen(
-            command,
-            env=variables(rank, ranks, folder, port, alive),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            pass_fds=(alive,),
-            start_new_session=True,
-        )
+def start(arguments: Sequence[str], rank: int, ranks: int, folder: Path, port: int) -> ForkServerProcess:
+    """Starts one rank."""
+    log.info("rank %d: python %s", rank, " ".join(arguments))
+    with contextlib.ExitStack() as opened:
+        # rank 0 writes to our streams
+        files = [opened.enter_context((folder / f"{rank}.log").open("wb")).fileno()] * 2 if rank else [1, 2]
+        streams = [opened.enter_context(Connection(os.dup(file))) for file in files]  # what can be sent to a process
+        given = list(arguments), variables(rank, ranks, folder, port), os.getcwd(), streams
+        process: ForkServerProcess = prepare().Process(target=run, args=given)
+        process.start()
+    return process
 
 
-def variables(rank: int, ranks: int, folder: Path, port: int, alive: int) -> dict[str, str]:
+def run(arguments: list[str], environment: dict[str, str], folder: str, streams: list[Connection]) -> None:
+    """Runs `python *arguments` in this process, in a session of its own, so that it and all its children can be ended
+    together."""
+    os.setsid()
+    threading.Thread(target=follow, daemon=True).start()
+    for at, stream in enumerate(streams, 1):
+        os.dup2(stream.fileno(), at)
+        stream.close()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def variables(rank: int, ranks: int, folder: Path, port: int) -> dict[str, str]:
     """Returns the environment of one rank: what torchrun sets, and what `as_rank` reads."""
     return {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
@@ -97,41 +125,47 @@ def variables(rank: int, ranks: int, folder: Path, port: int, alive: int) -> dic
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # all ranks are clients of the launcher's store
         "TORCHELASTIC_RESTART_COUNT": "0",
         RECORDS: str(folder),
-        ALIVE: str(alive),
     }
 
 
-def watch(processes: Sequence[Process]) -> dict[int, int]:
-    """Waits until all ranks have ended or one has failed, and returns the exit codes of those that failed, by rank."""
-    while True:
-        codes = [process.poll() for process in processes]
-        if any(codes):
-            time.sleep(2 * POLL)  # for others that failed at the same moment
-            return {rank: process.returncode for rank, process in enumerate(processes) if process.poll()}
-        if all(code == 0 for code in codes):
-            return {}
-        time.sleep(POLL)
+def watch(processes: Sequence[ForkServerProcess]) -> dict[int, int]:
+    """Waits until all ranks have ended or one has failed, and returns the exit codes of those that failed, by rank,
+    the first one first."""
+    failed: dict[int, int] = {}
+    while not failed and (running := [process.sentinel for process in processes if process.exitcode is None]):
+        wait(running)
+        failed = codes(processes)
+    time.sleep(SAME if failed else 0.0)
+    return failed | codes(processes)
 
 
-def end(processes: Sequence[Process]) -> None:
+def codes(processes: Sequence[ForkServerProcess]) -> dict[int, int]:
+    """Returns the exit codes of ranks that failed."""
+    return {rank: code for rank, process in enumerate(processes) if (code := process.exitcode)}
+
+
+def end(processes: Sequence[ForkServerProcess]) -> None:
     """Ends all ranks and their children."""
     for process in processes:
         signal_group(process, signal.SIGTERM)
     deadline = time.monotonic() + GRACE
     for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.exitcode is None:
             log.warning("rank process %d does not end when told to: it is killed", process.pid)
     for process in processes:
         signal_group(process, signal.SIGKILL)
-        process.wait()
+        process.join()
 
 
-def signal_group(process: Process, number: int) -> None:
+def signal_group(process: ForkServerProcess, number: int) -> None:
     """Sends a signal to a rank and its children, if any of them still runs."""
+    assert process.pid is not None
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
-        os.killpg(process.pid, number)
+        if process.exitcode is None and os.getpgid(process.pid) != process.pid:  # it is just being started
+            os.kill(process.pid, number)
+        else:
+            os.killpg(process.pid, number)
 
 
 def first_error(failed: dict[int, int], folder: Path) -> RankError:
@@ -141,7 +175,7 @@ def first_error(failed: dict[int, int], folder: Path) -> RankError:
     those: their errors say that they have lost it.
     """
     records = {rank: record(folder / f"{rank}.json") for rank in failed}
-    rank = min(failed, key=lambda rank: (records[rank].get("time", 0.0), rank))
+    rank = min(failed, key=lambda rank: records[rank].get("time", 0.0))
     code, text = failed[rank], records[rank].get("text")
     if text is not None:
         return RankError(f"rank {rank}: {text}", rank, code)
@@ -184,12 +218,9 @@ def terminable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_rank() -> Iterator[None]:
-    """Runs the block as a rank: it ends with its launcher, and at once on an error, which it records for the launcher.
-
-    On an error the process ends without teardown, because other ranks may be stuck in a collective with this one.
+    """Runs the block as a rank: on an error, which it records for the launcher, the process ends at once and without
+    teardown, because other ranks may be stuck in a collective with this one.
     """
-    if ALIVE in os.environ:
-        threading.Thread(target=follow, args=(int(os.environ[ALIVE]),), daemon=True).start()
     try:
         yield
     except BaseException as error:
@@ -223,8 +254,8 @@ def text_of(error: BaseException) -> str:
     return "\n".join([*meanings, "".join(traceback.format_exception(error))])
 
 
-def follow(alive: int) -> None:
-    """Ends this rank and its children when the launcher is gone: only the launcher holds the pipe's other end."""
-    while os.read(alive, 1):
-        pass
+def follow() -> None:
+    """Ends this rank and its children when the launcher is gone."""
+    launcher: Any = multiprocessing.parent_process()
+    launcher.join()
     os.killpg(os.getpgid(0), signal.SIGKILL)

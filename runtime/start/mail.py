@@ -14,9 +14,8 @@ from torch import Tensor
 class Mail:
     """The messages of one step. A message has a number, the same on both ends, and no two have the same.
 
-    None is held longer than it must: one that came until it has been read so often as was said, one that was sent
-    until it is known to be there. gloo does not tell the sender that, but what the receiver does next does, see
-    `arrived`.
+    None is held longer than it must: one that came until it has been read so often as was said, one that was sent until
+    it is known to be there. gloo does not tell the sender that, but what the receiver does next does, see `arrived`.
     """
 
     def __init__(self, where: torch.device) -> None:

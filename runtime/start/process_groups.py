@@ -216,10 +216,10 @@ def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
     return meshes[mesh, kind]
 
 
-# --- how the ranks of one attempt meet in a store that may still hold the keys of earlier attempts
-# ---------------------------------- torchrun keeps one store over all restarts and does not clear it, so a restarted
-# rank can read the address of a dead one. Therefore each rank greets under a fresh name, rank 0 answers to that name,
-# and all go on under a prefix that rank 0 made.
+# --- how the ranks of one attempt meet in a store that may still hold the keys of earlier attempts --------------------
+# torchrun keeps one store over all restarts and does not clear it, so a restarted rank can read the address of a dead
+# one. Therefore each rank greets under a fresh name, rank 0 answers to that name, and all go on under a prefix that
+# rank 0 made.
 def store_of_attempt(seconds: float) -> Store | None:
     """Returns the part of torchrun's store for this attempt, or None if torchrun keeps no store.
 

@@ -124,8 +124,7 @@ class SameCalls:
         own = [f"S(0)@{self.mesh.axes[0]}" if other == at else None for other in range(len(self.layouts))]
         todo = (
             "Give the same batch on all ranks: without a DistributedSampler, shuffled and augmented from one seed, "
-            "and broadcast by one"
-            " rank where each would compute it"
+            "and broadcast by one rank where each would compute it"
         )
         if self.apart:
             todo += (

@@ -58,9 +58,8 @@ class Checkpoints:
     saved is copied, and written while training goes on.
 
     A checkpoint is whole in the folder or not there, whenever a process is killed. Ranks that have not done as many
-    steps and updates save nothing, and all say so. What was whole is removed once the new one is on the disk and
-    every rank has read back what it wrote. Reading checks the CRC-32 of every block, and takes no block of another
-    save.
+    steps and updates save nothing, and all say so. What was whole is removed once the new one is on the disk and every
+    rank has read back what it wrote. Reading checks the CRC-32 of every block, and takes no block of another save.
 
     A folder belongs to the job that saves there as long as rank 0 has a Checkpoints that has saved: another job gets
     an error, by flock on a file in it, which ends with the process, and which the file system must have (all local

@@ -81,8 +81,7 @@ def stack(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(process_groups.is_part(each.device_mesh) for each in numbers):
         raise PlanError(
             "numbers of the parameters of one pipeline stage are put together, as torch.nn.utils.clip_grad_norm_ does "
-            "with norms of"
-            " gradients: those of the other stages are missing\n"
+            "with norms of gradients: those of the other stages are missing\n"
             "  Call module.clip_grad_norm_(max_norm), which knows all stages; to look at one stage, take each "
             "number's .item()."
         )

@@ -70,13 +70,10 @@ def pickled(tensor: DTensor) -> Any:
     if mesh in process_groups.meshes.values() and (split or process_groups.is_part(mesh)):
         raise CheckpointError(
             f"this rank's part {local} of a tensor {tuple(tensor.shape)} is pickled, as torch.save does with a "
-            "state_dict: the file"
-            " would lack what other ranks hold\n"
+            "state_dict: the file would lack what other ranks hold\n"
             "  Save with sbpc.Checkpoints, of which sbpc convert makes one file. Or, without stages, have all ranks "
-            "call"
-            " torch.distributed.checkpoint.state_dict.get_model_state_dict(module, "
-            "options=StateDictOptions(full_state_dict=True))"
-            " and save what it returns on rank 0."
+            "call torch.distributed.checkpoint.state_dict.get_model_state_dict(module, "
+            "options=StateDictOptions(full_state_dict=True)) and save what it returns on rank 0."
         )
     return reduced(tensor)
 

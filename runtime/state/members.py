@@ -17,11 +17,11 @@ from sbpc.errors import PlanError
 from sbpc.runtime.start.lost_ranks import watched
 
 WEIGHTS, RANDOM = "_sbpc_weights", "_sbpc_random"
-CLIP = """Scales the gradients so that their norm is at most `max_norm`, and returns the norm that they had, a 0-dim tensor.
+CLIP = """Scales the gradients so that their norm is at most `max_norm`, and returns the norm that they had, 0-dim.
 
-It is `torch.nn.utils.clip_grad_norm_` of all parameters of the model, those on other stages of a pipeline, too, each counted once: the
-norm is that of one device. Every rank calls it at the same point. norm_type: the p of the norm, float("inf") for the largest element.
-Raises PlanError for a norm that is NaN or infinite if `error_if_nonfinite`."""
+It is `torch.nn.utils.clip_grad_norm_` of all parameters of the model, those on other stages of a pipeline, too, each
+counted once: the norm is that of one device. Every rank calls it at the same point. norm_type: the p of the norm,
+float("inf") for the largest element. Raises PlanError for a norm that is NaN or infinite if `error_if_nonfinite`."""
 
 
 def members_of(

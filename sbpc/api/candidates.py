@@ -19,6 +19,7 @@ from sbpc.passes.loop.recompute import block_of
 from sbpc.passes.stages.balance import blocks_at, places_of, work_at
 from sbpc.plans.options import OPTIMIZER_STATE
 from sbpc.plans.staged.schedules import INTERLEAVED, chunks_in
+from sbpc.rules import Match
 
 PIPE, DATA, TENSOR = "pipe", "data", "tensor"
 MOST = 4  # chunks on each stage: what more of them would hide of the bubble, they send
@@ -90,7 +91,7 @@ def candidates(
     matches = (
         (node.meta.get("module") or "", node.meta["match"]) for node in calls if node.meta.get("match") is not None
     )
-    work = total(lengths, ((module, float(match.flops(match.sizes))) for module, match in matches if not match.view))
+    work = total(lengths, ((module, least_flops(match)) for module, match in matches if not match.view))
     parameters = ((port.name, node) for port, node in placeholders(task.gm).items() if port.kind == PARAMETER)
     stored = total(lengths, ((name, node.meta["val"].nbytes) for name, node in parameters))
     places, sheet = places_of(task.gm), Mesh(cluster=cluster, **{PIPE: devices}).cluster
@@ -108,7 +109,7 @@ def candidates(
             for count in counts(batch, mesh.sizes[1]) if microbatches else [1]:
                 for schedule in schedules(pipe, count, blocks):
                     chunks = chunks_in(schedule)
-                    floor = work / (mesh.cluster.peak * devices)
+                    floor = work / (mesh.cluster.fastest * devices)
                     least = floor * (1 + (pipe - 1) / (count * chunks))
                     share = stored / (pipe * tensor)
                     held = (share * (2 + OPTIMIZER_STATE[optimizer]), 2 * share, share, 0.0)
@@ -151,6 +152,11 @@ def counts(batch: int, data: int) -> list[int]:
 def divisors(number: int) -> list[int]:
     """Returns the divisors of a number, ascending."""
     return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def least_flops(match: Match) -> float:
+    """Returns the flops of a call, without those of pairs that a kernel of attention may leave out."""
+    return float(match.flops(match.sizes)) * (0.5 if match.causal else 1.0)
 
 
 def block_times(lengths: dict[str, int], block: str) -> int:

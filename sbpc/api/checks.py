@@ -22,7 +22,7 @@ from sbpc.plans.options import BYTES, OBJECTIVES, OPTIMIZER_STATE, RECOMPUTE, Op
 from sbpc.plans.staged.schedules import chunks_in
 
 KEYWORDS = [each for each in dataclasses.fields(Options) if each.metadata]  # of `sbpc.plan`
-WIDTH = 132  # of a line of help() about an option
+WIDTH = 116  # of a line of help() about an option
 T = TypeVar("T")
 
 

@@ -58,9 +58,8 @@ def load_module(
     """Returns the module that an exported file holds, as each rank runs it under torchrun, with DTensor parameters.
 
     Neither planning nor the model's source is needed; see `Plan.export` and examples/04_export_and_run.py. step,
-    executor and device: as for `load_programs` and `sbpc.parallelize`. weights: a safetensors file, by default the
-    one beside, with the same name and .safetensors at its end; "zeros" for none, where a checkpoint is loaded
-    afterwards.
+    executor and device: as for `load_programs` and `sbpc.parallelize`. weights: a safetensors file, by default the one
+    beside, with the same name and .safetensors at its end; "zeros" for none, where a checkpoint is loaded afterwards.
 
     Files of weights that sbpc writes hold the SHA-256 of each tensor, and each that is read is held to it (0.9 s for
     a GiB). Other weights of the same shapes will do too, such as those of a converted checkpoint or of a stranger's

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from sbpc._compat import left_out_of, trace_artifact
 from sbpc.api.checks import check_mesh, check_parts, checked, values_pinned, with_options
 from sbpc.api.recompute import forms_of, least_recompute
-from sbpc.api.staging import plan_stages
+from sbpc.api.staging import few_calls, may_gain, plan_stages
 from sbpc.errors import LayoutError, LoopError, MemoryLimitError, PinError, PlanError, SbpcError, check_kinds
 from sbpc.graph.guards import GUARDS
 from sbpc.graph.no_gc import uncollected
@@ -37,9 +37,7 @@ from sbpc.plans.plan import Plan
 from sbpc.plans.symbolic_sizes import name_dims
 
 STEP = ("kwargs", "loss", "targets", "train", "dtype", "capture", "dump")  # what `prepare` takes
-# fractions of the step: what parts must save, and what must be exposed before they are tried
-GAIN, EXPOSED = 2e-2, 5e-2
-FEW_CALLS = 1_500  # of a graph that is tried in two micro-batches, or in panels
+GAIN = 2e-2  # the part of a step that parts must save
 log = logging.getLogger("sbpc")
 
 
@@ -71,8 +69,8 @@ def plan(
     process that made the plan. A forward that counts its calls in an attribute or a global, keeps a tensor in one,
     or draws random numbers of Python or numpy, is refused, and so are hooks on parameters.
 
-    train      forward and backward, else the forward alone. To evaluate beside training, plan `model.eval()` with `train=False,
-               pin=plan.parameters`; see `evaluate` of `sbpc.parallelize`.
+    train      forward and backward, else the forward alone. To evaluate beside training, plan `model.eval()` with
+               `train=False, pin=plan.parameters`; see `evaluate` of `sbpc.parallelize`.
     dtype      the type for autocast, such as torch.bfloat16; None is no autocast.
     capture    "light", or "aot" for torch's own tracer.
     dump       a folder for the text of the graph after every pass.
@@ -84,8 +82,8 @@ def plan(
     >>> import sbpc, torch
     >>> with torch.device("meta"):
     ...     model, x = torch.nn.Linear(16, 64), torch.empty(32, 16)
-    >>> plan = sbpc.plan(model, (x,), sbpc.Mesh(p=2), pin={"weight": "B"}, dynamic={"weight": ("4*h", "h")},
-    objective="serial")
+    >>> options = {"pin": {"weight": "B"}, "dynamic": {"weight": ("4*h", "h")}, "objective": "serial"}
+    >>> plan = sbpc.plan(model, (x,), sbpc.Mesh(p=2), **options)
     >>> plan.layout("weight"), plan.cost.gap, sorted(map(str, plan.cost.bytes_expr["p"].free_symbols))
     ([B], 0.0, ['h', 'p'])
 
@@ -112,9 +110,8 @@ def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, **opt
     "one weird trick"   convolutions split the batch, linear layers are columns then rows (Krizhevsky 2014)
 
     What a scheme leaves open is solved, so this is the best plan of its kind. Where nothing overlaps
-    (`objective="serial"`) no plan of `sbpc.plan` is slower than the best of these, except where all nodes together
-    have more than 100,000 choices (a large model, or a few layers on four axes): there it may be slower by a gap
-    below 3 %.
+    (`objective="serial"`) no plan of `sbpc.plan` is slower than the best of these, except where all nodes together have
+    more than 100,000 choices (a large model, or a few layers on four axes): there it may be slower by a gap below 3 %.
 
     Raises PlanError if the scheme does not fit the model or the mesh, and what `sbpc.plan` raises.
     """
@@ -196,7 +193,7 @@ class Task:
 
     def faster_in_halves(self, plan: Plan, asked: Wishes) -> Plan:
         """Returns the plan in two micro-batches if it may be and is faster, fits and is possible, else the plan."""
-        if not may_gain(plan) or not plan.options.train or values_pinned(plan.annotated, plan.options.pin):
+        if not may_gain(plan, plan) or not plan.options.train or values_pinned(plan.annotated, plan.options.pin):
             return plan
         options = replace(plan.options, microbatches=2)
         try:
@@ -214,7 +211,7 @@ class Task:
 
     def in_panels(self, plan: Plan, panels: int | None) -> Plan:
         """Returns the plan in so many panels; None: in as many as make it faster, if it may gain by them."""
-        if panels == 1 or (plan.options.panels or 1) > 1 or (panels is None and not may_gain(plan)):
+        if panels == 1 or (plan.options.panels or 1) > 1 or (panels is None and not may_gain(plan, plan)):
             return plan
         made = self.maker(plan)
         with self.stages.timed("panels"):
@@ -244,27 +241,6 @@ class Task:
     def again(self) -> Task:
         """Returns the same step with a graph and clocks of its own, for a further plan beside the others."""
         return Task(rebuild(self.gm), Stages(times=dict(self.stages.times)), self.about)
-
-
-def may_gain(plan: Plan) -> bool:
-    """Returns whether a step in parts may be shorter, and can be planned in little time.
-
-    Not on the ideal cluster, where a kernel of half the size takes half the time however small it is.
-    """
-    options = plan.options
-    if (
-        not options.overlaps
-        or plan.mesh.cluster.name == "ideal"
-        or options.baseline is not None
-        or options.dynamic is not None
-    ):
-        return False
-    return few_calls(plan.annotated) and plan.cost.exposed_seconds > EXPOSED * plan.cost.seconds
-
-
-def few_calls(gm: GraphModule) -> bool:
-    """Returns whether a graph is small enough to be written anew, and planned, several times."""
-    return sum(node.op == "call_function" for node in gm.graph.nodes) <= FEW_CALLS
 
 
 def may_loop(asked: Options) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from sbpc.api.checks import values_pinned
 from sbpc.api.recompute import forms_of
 from sbpc.errors import LayoutError, MemoryLimitError, PinError, PlanError, least_of
 from sbpc.graph.no_gc import uncollected
@@ -18,9 +19,11 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Wishes, expert_alternatives, wishes
+from sbpc.passes.loop.micro_batches import in_halves
 from sbpc.passes.loop.recompute import blocks_of
-from sbpc.passes.pipeline import Stages, finish, make_chunk, searched
-from sbpc.passes.schedule.choice import Overlap, bare_seconds, heaviest, streams_of, weighted
+from sbpc.passes.panels.choice import faster_in_panels
+from sbpc.passes.pipeline import Stages, finish, make_chunk, make_plan, searched
+from sbpc.passes.schedule.choice import Overlap, bare_seconds, heaviest, overlapped, streams_of, weighted
 from sbpc.passes.stages.balance import between_blocks, blocks_at, places_of
 from sbpc.passes.stages.cut import cut
 from sbpc.passes.stages.plan_stages import chunks_of, staged
@@ -31,6 +34,8 @@ from sbpc.plans.plan import Plan
 from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.loop_formula import check_names
 
+EXPOSED = 5e-2  # the part of a step that is exposed where parts of calls are tried
+FEW_CALLS = 1_500  # of a graph that is tried in two micro-batches, or in panels
 SPARING = "megatron+sp"  # the expert whose layouts take fewest bytes
 
 
@@ -69,16 +74,65 @@ def plan_stages(gm: GraphModule, clocks: Stages, mesh: Mesh, asked: Options) -> 
         except (LayoutError, PinError, PlanError):  # the scheme does not fit the model, or not beside the pins
             return []
 
+    def in_two(plan: Plan) -> Plan | None:
+        body = alive(plan)
+        if body is None or values_pinned(body.annotated, asked.pin):
+            return None
+        try:
+            asked_of = wishes(body.annotated, body.mesh, options)
+            return settled(body, in_halves(body, asked_of, replace(body.options, microbatches=2), of_body_graph))
+        except (PlanError, PinError, LayoutError):  # the micro-batch cannot be halved, or not beside the pins
+            return None
+
+    def panelled(plan: Plan) -> Plan | None:
+        body = alive(plan)
+        cut = body if body is None else faster_in_panels(body, 0.0, of_body_graph)
+        return None if cut is body or cut is None or body is None else settled(body, cut)
+
+    def of_body_graph(gm: GraphModule, assignment: Assignment) -> Plan:
+        return make_plan(gm, mesh.without(axis), assignment, 0.0, options, clocks)
+
     made = partial(make_chunk, mesh.without(axis), clocks)
     limits = partial(search, options=options, count=count, clocks=clocks)
     with clocks.timed("stages"):
-        plan = staged(gm, mesh, asked, solve, spare, limits, made)
+        plan = staged(gm, mesh, asked, solve, spare, limits, made, (in_two, panelled))
     plan.times = clocks.times
     if clocks.dump is not None:
         assert plan.loop is not None
         clocks.passed("loop", plan.loop.body)
         clocks.show_plan(plan)
     return plan
+
+
+def alive(plan: Plan) -> Plan | None:
+    """Returns the body of a loop as if collectives ran beside computing in it alone; None where parts gain nothing."""
+    body = plan.body
+    if body is None or not may_gain(plan, body):
+        return None
+    options = replace(body.options, objective=plan.options.objective)
+    return overlapped(body, options, body.prover, body.lower_bound, body.serial_bound)  # type: ignore[arg-type]
+
+
+def settled(body: Plan, parts: Plan) -> Plan:
+    """Returns the body in parts with the bounds, and the objective, of the body that it was."""
+    return replace(parts, options=replace(parts.options, objective=SERIAL), again=body.again)
+
+
+def may_gain(plan: Plan, whole: Plan) -> bool:
+    """Returns whether a step in parts may be shorter, and can be planned in little time. whole: what is to be parted.
+
+    Not on the ideal cluster, where a kernel of half the size takes half the time however small it is.
+    """
+    options = plan.options
+    free = options.overlaps and options.baseline is None and options.dynamic is None
+    if not free or plan.mesh.cluster.name == "ideal" or not few_calls(whole.annotated):
+        return False
+    return plan.cost.exposed_seconds > EXPOSED * plan.cost.seconds
+
+
+def few_calls(gm: GraphModule) -> bool:
+    """Returns whether a graph is small enough to be written anew, and planned, several times."""
+    return sum(node.op == "call_function" for node in gm.graph.nodes) <= FEW_CALLS
 
 
 def of_body(asked: Options) -> Options:

@@ -19,9 +19,10 @@ from typing import Any
 from sbpc.api.candidates import PIPE, Candidate, Refused, block_times
 from sbpc.api.planning import Task
 from sbpc.api.recompute import forms_of
-from sbpc.api.staging import SPARING, plan_stages, short_plans
+from sbpc.api.staging import plan_stages, short_plans
 from sbpc.errors import MemoryLimitError, PlanError, SbpcError
 from sbpc.graph.no_gc import uncollected
+from sbpc.graph.ports import Port, placeholders
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.recompute import recompute as compute_again
@@ -29,9 +30,11 @@ from sbpc.plans.options import AUTO, FULL, NONE, SELECTIVE, Options
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.estimate import Estimate, repeated
 from sbpc.plans.staged.loop import Loop
+from sbpc.plans.usage import Usage
 
 SLOWER, LATE = "at full speed it takes longer than the best row", "the seconds of the search were over"
 TOO_LARGE = "it does not fit into the memory"
+EXPERTS = "megatron+sp", "megatron", "data"  # without tensor parallelism all are the last one
 Progress = Callable[[int, int, Any], None]
 
 
@@ -42,8 +45,7 @@ class TooLarge(MemoryLimitError):
         self.needed = needed
         super().__init__(
             f"the strategy that needs least, {what}, takes {needed:,} bytes a rank, the limit is {memory:,.0f}: it "
-            "lacks "
-            f"{needed - memory:,.0f}\n  Give more devices, or more memory."
+            f"lacks {needed - memory:,.0f}\n  Give more devices, or more memory."
         )
 
 
@@ -51,11 +53,12 @@ class TooLarge(MemoryLimitError):
 class StrategyRow:
     """A strategy and what a step is predicted to take. `plan` is made when it is asked for.
 
-    mesh: axes pipe, data and tensor. stages: ranks along pipe. cost: seconds of a step. Of these the busiest stage
-    computes compute_seconds, recompute_seconds among them, waits exposed_seconds for collectives and bubble_seconds
-    for other stages. memory: bytes of a rank by kind, "total" at the peak. lower_bound: what no strategy of the
-    search takes less, those among them that have no row. refused: the strategies without a row, each with the
-    reason.
+    mesh: axes pipe, data and tensor. stages: ranks along pipe. cost: seconds of a training step. Of these the busiest
+    stage computes compute_seconds, recompute_seconds among them, waits exposed_seconds for collectives and
+    bubble_seconds for other stages, and optimizer_seconds are the optimizer's. usage: the share of the peak, tokens
+    or samples a second; None where nothing is told of the machine. memory: bytes of a rank by kind, "total" at the
+    peak. lower_bound: what no strategy of the search takes less, those among them that have no row. refused: the
+    strategies without a row, each with the reason.
     """
 
     mesh: Mesh
@@ -68,6 +71,8 @@ class StrategyRow:
     exposed_seconds: float
     bubble_seconds: float
     recompute_seconds: float
+    optimizer_seconds: float
+    usage: Usage | None
     memory: dict[str, int]
     make: Callable[[], Plan] = field(repr=False)
     lower_bound: float = 0.0
@@ -99,9 +104,8 @@ class Search:
         """Returns the rows of candidates, best first, for so many CPU seconds: what seems fastest is looked at next.
 
         A guess knows nothing but flops and parameters. So first each kind is looked at once, and then counts as many
-        times as it took. Each row has the bound of all candidates, whether they have a row or not: one that was
-        refused might have been cut or laid out otherwise. Raises MemoryLimitError if none fits, PlanError if none
-        can be cut.
+        times as it took. Each row has the bound of all candidates, whether they have a row or not: one that was refused
+        might have been cut or laid out otherwise. Raises MemoryLimitError if none fits, PlanError if none can be cut.
         """
         start, found, refused = time.process_time(), list[StrategyRow](), list[Refused]()
         errors, times, left = list[SbpcError](), dict[tuple[int, int], float](), list(candidates)
@@ -142,38 +146,45 @@ class Search:
             ways = list(self.ways(each, form, levels))
             fitting = list(filter(self.fits, ways))
             if fitting:
-                best = min((way.cost for way in fitting), key=lambda cost: cost.seconds)
+                best = min((way.cost for way in fitting), key=lambda cost: cost.step_seconds)
                 make = functools.partial(self.planned, each, form)
                 seconds = (
-                    best.seconds,
+                    best.step_seconds,
                     best.compute_seconds,
                     best.exposed_seconds,
                     best.bubble_seconds,
                     best.recompute_seconds,
+                    best.optimizer_seconds,
                 )
+                usage = Usage.of(best, each.mesh, self.shapes)
                 return StrategyRow(
-                    each.mesh, each.stages, each.schedule, each.microbatches, form, *seconds, best.memory, make
+                    each.mesh, each.stages, each.schedule, each.microbatches, form, *seconds, usage, best.memory, make
                 )
             looked_at += ways
         least = min(looked_at, key=lambda way: way.memory["total"])
         assert self.memory is not None
         raise TooLarge(least.memory["total"], self.memory, f"{least.mesh} with {least.count} micro-batches")
 
+    @functools.cached_property
+    def shapes(self) -> dict[Port, Any]:
+        """The example values of the whole batch by port."""
+        return {port: node.meta["val"] for port, node in placeholders(self.short.gm).items()}
+
     def fits(self, way: Estimate) -> bool:
         """Returns whether a rank has the memory for a way."""
         return self.memory is None or way.memory["total"] <= self.memory
 
     def ways(self, each: Candidate, form: str, levels: Sequence[int]) -> Iterator[Estimate]:
-        """Yields the candidate with the fastest layouts and, under a limit, an expert's that take fewest bytes, each
-        with all parameters at the first of some levels (`sbpc.passes.stages.zero`) at which it fits."""
-        for baseline in (None, SPARING) if self.memory is not None and each.mesh.sizes[2] > 1 else (None,):
+        """Yields the candidate with the fastest layouts and with those of the experts, each with all parameters at
+        the first of some levels (`sbpc.passes.stages.zero`) at which it fits."""
+        for baseline in (None, *experts_of(each)):
             for level in levels:
                 if self.memory is not None and each.stored[level] > self.memory:
                     continue
                 try:
                     blocks, plan_at = self.short_plans(each, form, baseline)
                 except PlanError:
-                    if baseline:  # whose scheme does not fit the model
+                    if baseline:  # whose scheme does not fit the model, or its mesh
                         break
                     raise
                 times = [block_times(self.lengths, block) for block in blocks]
@@ -202,12 +213,25 @@ class Search:
         return self.loops[form, count]
 
     def planned(self, each: Candidate, form: str) -> Plan:
-        """Returns the plan of a row."""
+        """Returns the plan of a row: free, or as an expert's where that is faster."""
         task = self.task()
         asked = Options(optimizer=self.optimizer, memory=self.memory, stages=PIPE, schedule=each.schedule, **task.about)
-        return plan_stages(
-            task.gm, task.stages, each.mesh, replace(asked, microbatches=each.microbatches, recompute=form)
-        )
+        asked = replace(asked, microbatches=each.microbatches, recompute=form)
+        plans, errors = list[Plan](), list[SbpcError]()
+        for baseline in (None, *experts_of(each)):
+            again = task.again()
+            try:
+                plans.append(plan_stages(again.gm, again.stages, each.mesh, replace(asked, baseline=baseline)))
+            except (PlanError, MemoryLimitError) as error:  # an expert's may not fit the model or the mesh
+                errors.append(error)
+        if not plans:
+            raise errors[0]
+        return min(plans, key=lambda plan: plan.cost.seconds)
+
+
+def experts_of(each: Candidate) -> tuple[str, ...]:
+    """Returns the experts whose layouts a candidate is to be no slower than."""
+    return EXPERTS if each.mesh.sizes[2] > 1 else EXPERTS[-1:]
 
 
 def closest_error(errors: Sequence[SbpcError]) -> SbpcError:

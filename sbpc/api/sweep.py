@@ -20,7 +20,7 @@ from sbpc.api.strategies import Search
 from sbpc.errors import MemoryLimitError, MeshError, SbpcError, check_kinds, least_of, shown
 from sbpc.mesh.cluster import COLLECTIVES, Cluster
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.options import NONE, Options
+from sbpc.plans.options import BYTES, NONE, Options
 from sbpc.plans.plan import Plan
 from sbpc.rules.choices import may_cut
 
@@ -31,9 +31,10 @@ Progress = Callable[[int, int, Mesh], None]
 
 @dataclass(frozen=True)
 class SweepRow:
-    """A mesh and the plan on it. cost: what was minimised, a number: seconds, or bytes that the busiest rank sends.
+    """A mesh and the plan on it. cost: by what rows are ranked, a number: seconds of a training step, the optimizer's
+    update among them, or bytes that the busiest rank sends.
 
-    `plan.cost` has all the figures.
+    `plan.cost` has all the figures, `plan.usage` the share of the peak and tokens a second.
     """
 
     mesh: Mesh
@@ -76,7 +77,7 @@ def sweep(
 
     >>> import sbpc, torch
     >>> rows = sbpc.sweep(torch.nn.Linear(8, 8), (torch.ones(4, 8),), devices=4, axes=1)
-    >>> [row.mesh for row in rows], rows[0].cost == rows[0].plan.cost.seconds
+    >>> [row.mesh for row in rows], rows[0].cost == rows[0].plan.cost.step_seconds
     ([Mesh(a=4)], True)
 
     Raises MeshError for a number of devices that is none, MemoryLimitError if the step fits on no mesh, and what
@@ -131,7 +132,7 @@ def check_devices(devices: Any, axes: Any, progress: Any) -> None:
 def row_of(task: Task, mesh: Mesh, options: Options) -> SweepRow:
     """Plans one mesh. The plan forgets the graphs that were made for its cost, and makes them again on use."""
     plan = task.plan(mesh, options)
-    cost = plan.cost.paid
+    cost = plan.cost.step_seconds if plan.cost.objective != BYTES else plan.cost.paid
     plan.forget()
     return SweepRow(mesh, plan, cost)
 

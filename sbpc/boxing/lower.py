@@ -47,7 +47,9 @@ def lower(
         return x
     if 0 in together:
         return x if before == after else local.view(after).x
-    return LOWER[step.collective](local, Site(step, after, together, sizes, position, group)).contiguous().x
+    made = LOWER[step.collective](local, Site(step, after, together, sizes, position, group)).contiguous()
+    # an empty part of what was sent would keep all of that alive
+    return made.then(aten.clone.default, after).x if 0 in after else made.x
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """The cheapest totals over the edges of a graph: from some of its nodes to all, by the edges' prices.
 
-Totals are relaxed until nothing changes (Bellman and Ford): in machine code, where a C compiler was at hand when
-sbpc was installed, and in numpy elsewhere. Both add the prices of a path in its order, and so come to the same
-numbers.
+Totals are relaxed until nothing changes (Bellman and Ford): in machine code, where a C compiler was at hand when sbpc
+was installed, and in numpy elsewhere. Both add the prices of a path in its order, and so come to the same numbers.
 """
 
 from __future__ import annotations

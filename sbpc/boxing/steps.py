@@ -142,7 +142,7 @@ def step_cost(step: Step, shape: Numbers, itemsize: int, mesh: Mesh) -> tuple[fl
     return max(seconds_on(lines, block), least), float(WIRE[step.collective](ranks, block)[1])
 
 
-# --- all layouts and steps as arrays: see `sbpc.mesh.layout_codes` ---------------------------------------------------
+# --- all layouts and steps as arrays: see `sbpc.mesh.layout_codes` ----------------------------------------------------
 def all_layouts(rank: int, extremes: Sequence[str | None]) -> tuple[Array, Array]:
     """Of every layout of a tensor with `rank` dims the states [layouts, axes] and the bits of the order of its cuts.
 

@@ -34,7 +34,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.plans.plan import Plan
 from sbpc.runtime.module import parallelize
 from sbpc.runtime.start import process_groups
-from sbpc.runtime.start.launch import as_rank, launch
+from sbpc.runtime.start.launch import as_rank, launch, prepare
 
 VOCAB, WIDTH, HEADS, LAYERS, SEQUENCE, BATCH = 256, 160, 4, 3, 64, 8
 RATE, SEED, TEXT_BYTES = 1e-3, 7, 4_000_000
@@ -129,6 +129,7 @@ def demo(folder: Path, steps: int, dtype: str, console: Console) -> dict[str, An
     if steps < 1:
         raise SbpcError(f"{steps} steps\n  Train one at least.")
     began = time.perf_counter()
+    prepare()
     model = model_of(dtype)
     planned, count = plan_model(model, dtype, console)
     planning = time.perf_counter() - began
@@ -186,6 +187,7 @@ def train_both(
     ranks = planned.mesh.ranks
     say(console, f"[bold]3. train[/]  {steps} steps of AdamW on {ranks} processes, then in one\n")
     parallel, parallel_seconds = train_ranks(file, steps, dtype, ranks, console)
+    torch.set_num_threads(1)  # as a rank has: the model is small, and threads would wait for each other
     with progress_bar("one process", steps, console) as tell:
         start = time.perf_counter()
         one = train(model, batches(steps), optimizer_of("adamw", model, RATE), tell)

@@ -22,11 +22,10 @@ from sbpc.mesh.mesh import Mesh
 class ValueRow:
     """The texts and figures about one value of a graph.
 
-    at: its number in the graph. kind: "stored", "value", "view", "boxing" (a collective), "free" (a boxing that
-    sends nothing) or "output". section: "stored", "forward", "backward" or "output". states: one per mesh axis, none
-    where the value has no layout. order: that of the splits, where it is not mesh order. moved: for a boxing, (axis,
-    state before) of every axis that changes. sent: bytes that a rank sends. sources: the numbers of the values that
-    it reads.
+    at: its number in the graph. kind: "stored", "value", "view", "boxing" (a collective), "free" (a boxing that sends
+    nothing) or "output". section: "stored", "forward", "backward" or "output". states: one per mesh axis, none where
+    the value has no layout. order: that of the splits, where it is not mesh order. moved: for a boxing, (axis, state
+    before) of every axis that changes. sent: bytes that a rank sends. sources: the numbers of the values that it reads.
     """
 
     at: int

@@ -68,7 +68,8 @@ def call_text(node: Node, names: dict[Node, str]) -> str:
     if node.op == "placeholder":
         return "input" if node not in names else "parameter"
     if node.op == "output":
-        return "output(" + ", ".join(argument_text(item, names) for item in node.args[0]) + ")"  # type: ignore[union-attr]
+        results: Any = node.args[0]
+        return f"output({', '.join(argument_text(item, names) for item in results)})"
     step = node.meta.get("step")
     if step is not None:
         return f"{step.collective}({argument_text(node.args[0], names)})"

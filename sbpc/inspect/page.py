@@ -130,7 +130,7 @@ class Drawn:
 def drawn(plan: Plan) -> list[Drawn]:
     """Returns the boxed graphs of a plan; chunks that are alike have one."""
     alike: dict[Any, list[int]] = {}
-    for at, part in enumerate(plan.parts):
+    for at, part in enumerate(plan.chunk_costs):
         alike.setdefault(id(part.program), []).append(at)
     found, start = list[Drawn](), 0
     for first, *others in alike.values():
@@ -165,7 +165,9 @@ def cards(plan: Plan) -> list[dict[str, Any]]:
     cost, mesh = plan.cost, plan.mesh
     unit, device, total = "B" if cost.objective == BYTES else "s", mesh.cluster.memory, cost.memory["total"]
     hidden = cost.comm_seconds - cost.exposed_seconds
-    overlap = f"{quantity(hidden, 's')} of moving data are hidden" if hidden > 0 else ""
+    about = [f"{quantity(hidden, 's')} of moving data are hidden"] if hidden > 0 else []
+    about += [f"and {quantity(cost.optimizer_seconds, 's')} of the optimizer"] if cost.optimizer_seconds else []
+    about += [str(plan.usage)] if plan.usage is not None else []
     again = cost.recompute_seconds
     times = {
         "computing": cost.compute_seconds - again,
@@ -183,7 +185,7 @@ def cards(plan: Plan) -> list[dict[str, Any]]:
     rounded = f"{part:.{0 if part >= 10 else 2}f}" if part >= 0.01 else "under 0.01"
     of_device = f"{rounded} % of a device's {quantity(device, 'B')}" if device < 1e15 else ""
     figures = [
-        ("a step", quantity(cost.seconds, "s"), overlap, parts(times, "s")),
+        ("a step", quantity(cost.seconds, "s"), "; ".join(about), parts(times, "s")),
         ("sent by a rank", quantity(sum(cost.bytes_sent.values()), "B"), "", parts(cost.bytes_sent, "B")),
         ("peak memory of a rank", quantity(total, "B"), of_device, parts(kinds, "B")),
         ("gap to the bound", f"{100 * cost.gap:.2f} %", f"no {least(plan)}", proof),

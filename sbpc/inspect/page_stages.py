@@ -81,7 +81,7 @@ def stage_memory(plan: Plan) -> list[dict[str, Any]]:
 
 def chunk_row(plan: Plan, at: int) -> dict[str, Any]:
     """Returns a chunk as the template draws it."""
-    chunk, part = plan.chunks[at], plan.parts[at]
+    chunk, part = plan.chunks[at], plan.chunk_costs[at]
     return {
         "number": at,
         "stage": plan.owners[at],

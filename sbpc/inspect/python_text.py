@@ -69,7 +69,8 @@ def call(node: Node) -> str:
         return f"{producer.name}[{index}]"
     arguments = [argument(item) for item in node.args]
     arguments += [f"{name}={argument(item)}" for name, item in node.kwargs.items()]
-    function = f"torch.ops.{node.target}" if isinstance(node.target, OpOverload) else node.target.__name__  # type: ignore[union-attr]
+    target: Any = node.target
+    function = f"torch.ops.{target}" if isinstance(target, OpOverload) else target.__name__
     return f"{function}({', '.join(arguments)})"
 
 

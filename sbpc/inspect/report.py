@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from torch.fx import Node
@@ -32,6 +33,7 @@ FIGURES = (
     "exposed_seconds",
     "bubble_seconds",
     "recompute_seconds",
+    "optimizer_seconds",
     "lower_bound",
     "gap",
     "serial_gap",
@@ -70,6 +72,7 @@ def figure_lines(plan: Plan) -> list[str]:
         f"seconds   {cost.seconds:.3g} a step: {cost.compute_seconds:.3g} computing, {cost.comm_seconds:.3g} "
         f"communicating{exposed}{waits}",
         *recompute_lines(cost),
+        *update_lines(plan),
         f"proof     no {least(plan)}: the gap is {100 * cost.gap:.2f} %{serial}",
         f"flops     {quantity(cost.flops, '')} a rank, {share:.1f} % of {whole}",
         *([f"sent      {sent or 'nothing'} by the busiest rank"] if plan.loop is not None else []),
@@ -79,6 +82,13 @@ def figure_lines(plan: Plan) -> list[str]:
         device = f"a device of {mesh.cluster.name!r} has {quantity(mesh.cluster.memory, 'B')}"
         lines.append(f"          {device}: ask for a plan that fits with memory={mesh.cluster.memory:g}")
     return lines + ([IDEAL] if mesh.cluster.name == "ideal" else [])
+
+
+def update_lines(plan: Plan) -> list[str]:
+    """Returns lines about the optimizer's update, which `module.step` leaves to it, and what both make of devices."""
+    update = plan.cost.optimizer_seconds
+    lines = [f"update    {update:.3g} seconds of the optimizer, beside those of the step"] if update else []
+    return lines + ([f"usage     {plan.usage}"] if plan.usage is not None else [])
 
 
 def recompute_lines(cost: Cost) -> list[str]:
@@ -195,7 +205,7 @@ def chunk_table(plan: Plan) -> Table:
             quantity(sum(part.homes.values()), "B"),
             ", ".join(chunk.sends.values()),
         )
-        for at, (chunk, part) in enumerate(zip(plan.chunks, plan.parts))
+        for at, (chunk, part) in enumerate(zip(plan.chunks, plan.chunk_costs))
     ]
     return Table(
         "chunks",
@@ -219,6 +229,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "cluster": plan.mesh.cluster.name,
         "parameters": {name: str(layout) for name, layout in plan.parameters.items()},
         **{name: getattr(plan.cost, name) for name in FIGURES},
+        "usage": None if plan.usage is None else asdict(plan.usage),
         "collectives": [
             {"axis": axis, "collective": name, "count": count, "bytes_sent": sent}
             for (axis, name), (count, sent) in collectives(plan).items()
@@ -247,6 +258,6 @@ def stages_json(plan: Plan) -> dict[str, Any]:
                 "receives": list(chunk.receives.values()),
                 "sends": list(chunk.sends.values()),
             }
-            for at, (chunk, part) in enumerate(zip(plan.chunks, plan.parts))
+            for at, (chunk, part) in enumerate(zip(plan.chunks, plan.chunk_costs))
         ],
     }

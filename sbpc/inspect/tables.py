@@ -66,7 +66,8 @@ HTML = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).fro
 <table><caption style="text-align:left">{{ table.title }}</caption><thead><tr>{% for head in table.heads -%}
 <th style="text-align:{{ 'left' if head in table.left else 'right' }}">{{ head }}</th>{% endfor %}</tr></thead><tbody>
 {% for row in table.rows %}<tr>{% for cell in row -%}
-<td style="text-align:{{ 'left' if table.heads[loop.index0] in table.left else 'right' }}">{{ cell }}</td>{% endfor %}</tr>
+<td style="text-align:{{ 'left' if table.heads[loop.index0] in table.left else 'right' }}">{{ cell }}</td>
+{%- endfor %}</tr>
 {% endfor %}</tbody></table>{% endfor %}
 {%- for line in report.below %}<div style="white-space:pre-wrap">{{ line }}</div>{% endfor %}</div>"""
 )

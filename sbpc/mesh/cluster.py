@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -10,11 +9,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import sympy
-
 from sbpc.errors import MeshError, check_kinds, is_name, is_number, read_json, shown
 from sbpc.mesh.collectives import ALGORITHMS, PLACES, Way
+from sbpc.mesh.kernels import Attention, Device, Product, kernel_seconds, largest
 
 LINKS = ("intra", "inter")
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
@@ -28,7 +25,10 @@ RANGES = {  # of every figure its unit, the least and the most: wide, but no cos
         "memory": ("bytes", 1.0, 1e30),
         "memory_bandwidth intra_bandwidth inter_bandwidth most": ("bytes/s", 1.0, 1e30),
         "launch intra_latency inter_latency latency least start base intra inter": ("seconds", 0.0, 1e6),
+        "wave begin ahead_pair back_pair": ("seconds", 0.0, 1.0),
         "efficiency traffic": ("", 1e-12, 1e12),
+        "multiprocessors": ("", 1, 1e6),
+        "moving product ahead back": ("", 1e-6, 1.0),
         "hidden": ("", 0.0, 1.0),
         "sharing kernels_beside links_beside": ("times", 1.0, 1e6),
         "attention convolution": ("times", 1e-6, 1e6),
@@ -72,14 +72,17 @@ class Cluster:
     kernels_beside, links_beside: how many times as long kernels take beside a collective that is on its way, and
     that beside kernels: more than 1 where a processor does both. attention, convolution: how many times as long such
     a kernel takes as a product of as many flops. start: seconds of computing that it costs a rank to start a
-    collective that then runs beside kernels.
+    collective that then runs beside kernels. device: what kernels reach by the shape of their work, where that is
+    known (`sbpc.mesh.kernels`); where it is, peak and memory_bandwidth are the data sheet's, and `hidden` is 1.
 
     Named clusters (see `Mesh`; `sbpc clusters` lists them) have published figures, for bfloat16 on GPUs, and run
-    collectives as NCCL does. They order plans, but no device reaches their peaks: on an H200 a GPT of wide layers took
-    1.4 x as long as they say. `sbpc profile -o cluster.json`, alone or under torchrun, measures yours: of each
-    collective the latency of a round, the rate, and what a small message takes at least. With `--links h100` it
-    measures devices alone, one is enough, and takes the links as published; the same GPT then took 0.95 x of what was
-    told. `Cluster.load("cluster.json")` reads that file, and so does `--cluster cluster.json`.
+    collectives as NCCL does. Those of NVIDIA's GPUs have a device by published tables of products and of attention,
+    and there a collective takes multiprocessors from the kernels beside it (`python -m tests.bench.published` tells
+    how far predictions are off). Of the others, data sheets order plans, but no device reaches them. `sbpc profile -o
+    cluster.json`, alone or under torchrun, measures yours: of each collective the latency of a round, the rate, and
+    what a small message takes at least. With `--links h100` it measures devices alone, one is enough, and takes the
+    links as published; the same GPT then took 0.95 x of what was told. `Cluster.load("cluster.json")` reads that file,
+    and so does `--cluster cluster.json`.
 
     >>> cluster = Cluster("two nodes", 100e12, 1e12, 4e-6, 8, 3e-6, 100e9, 14e-6, 25e9)
     >>> cluster.ranks_per_node, cluster.inter_bandwidth
@@ -108,6 +111,7 @@ class Cluster:
     convolution: float = 1.0
     start: float = 0.0
     ways: tuple[Way, ...] = ()
+    device: Device | None = None
 
     def __post_init__(self) -> None:
         for name in ("name", "source"):
@@ -125,6 +129,10 @@ class Cluster:
             check_rate(self.name, rate)
         for way in self.ways:
             check_way(self.name, way)
+        if not isinstance(self.device, (Device, type(None))):
+            raise MeshError(f"cluster {self.name!r}: device is {shown(self.device)}\n  It is a Device or None.")
+        if self.device is not None:
+            check_figures(f"cluster {self.name!r}: device: ", self.device)
 
     def __hash__(self) -> int:
         """Of few figures, as meshes are looked up often."""
@@ -135,11 +143,21 @@ class Cluster:
         """Which part of a rank's device a collective takes away from the kernels beside it."""
         return 1.0 - 1.0 / self.kernels_beside
 
-    def kernel_seconds(self, op: str, flops: Any, bytes_moved: Any, rates: Sequence[Any] = ()) -> Any:
-        """Returns the seconds of a call of an op; arguments as those of the function `kernel_seconds`. rates: its
-        peak, memory bandwidth and launch, by default the cluster's."""
+    @property
+    def fastest(self) -> float:
+        """The most flop/s of any kernel, by which nothing is told to take longer than it may."""
+        device = self.device
+        return self.peak * (1.0 if device is None else max(device.product, device.ahead, device.back))
+
+    def kernel_seconds(
+        self, op: str, flops: Any, bytes_moved: Any, shape: Product | Attention | None = None, rates: Sequence[Any] = ()
+    ) -> Any:
+        """Returns the seconds of a call of an op; arguments as those of the function `kernel_seconds`. shape: that of
+        its work, where the time depends on it. rates: peak, memory bandwidth and launch, by default the cluster's."""
         work = flops * next((getattr(self, name) for name in SLOWER if name in op), 1.0)
         peak, bandwidth, launch = rates or (self.peak, self.memory_bandwidth, self.launch)
+        if self.device is not None:
+            return self.device.seconds(work, bytes_moved, shape, (peak, bandwidth, launch))
         return kernel_seconds(work, bytes_moved, peak, bandwidth, launch, self.hidden)
 
     def rate(self, collective: str, ranks: int, link: str) -> Rate:
@@ -175,6 +193,8 @@ class Cluster:
             if not isinstance(rows, (tuple, list)):
                 raise MeshError(f"{what}: {name} is {rows!r}\n  It is a list of {word}s, each a JSON object.")
             given[name] = tuple(kind(**keyed(kind, row, f"{what}: a {word} of {name}")) for row in rows)
+        if given.get("device") is not None:
+            given["device"] = Device(**keyed(Device, given["device"], f"{what}: device"))
         try:
             return cls(**given)
         except MeshError as error:
@@ -213,7 +233,7 @@ def keyed(cls: type, figures: Any, what: str) -> dict[str, Any]:
     return dict(figures)
 
 
-def check_figures(what: str, given: Cluster | Rate | Way) -> None:
+def check_figures(what: str, given: Cluster | Rate | Way | Device) -> None:
     """Raise MeshError, which begins with `what`, unless every figure is a number in its range, or left out where it
     may be."""
     for name, value in vars(given).items():
@@ -274,24 +294,7 @@ def named_cluster(name: str) -> Cluster:
     return CLUSTERS[name]
 
 
-def kernel_seconds(
-    flops: Any, bytes_moved: Any, peak: Any, memory_bandwidth: Any, launch: Any, hidden: float = 1.0
-) -> Any:
-    """Seconds of one kernel; every argument but `hidden` a number, a numpy array or a sympy expression. hidden: see
-    `Cluster`."""
-    terms = flops / peak, bytes_moved / memory_bandwidth, launch
-    most = largest(*terms)
-    return most if hidden == 1.0 else hidden * most + (1.0 - hidden) * sum(terms)
-
-
 def collective_seconds(rounds: Any, bytes_sent: Any, latency: Any, bandwidth: Any, least: Any) -> Any:
     """Seconds of one collective; every argument a number or a sympy expression."""
     found = rounds * latency + bytes_sent / bandwidth
     return largest(found, least) if least else found
-
-
-def largest(*terms: Any) -> Any:
-    """The largest of numbers, of numpy arrays element by element, or of sympy expressions."""
-    if any(isinstance(term, sympy.Basic) for term in terms):
-        return sympy.Max(*terms)
-    return functools.reduce(np.maximum, terms)

@@ -1,9 +1,10 @@
 """Holds what a plan costs: seconds, bytes on the wire, flops and memory, written once for numbers and for sympy
 symbols.
 
-Per rank, on the busiest one: a kernel takes max(flops / peak, bytes / memory bandwidth, launch), a collective takes
-rounds * latency + bytes / bandwidth, or what the collective takes at least (see `Mesh.link`), or the least of what
-its ways take (see `Way`). The step takes the sum of both.
+Per rank, on the busiest one: a kernel takes max(flops / peak, bytes / memory bandwidth, launch), or what its shape
+says on GPUs of which that is known (`sbpc.mesh.kernels`). A collective takes rounds * latency + bytes / bandwidth, or
+what the collective takes at least (see `Mesh.link`), or the least of what its ways take (see `Way`). The step takes
+the sum of both.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Kernel:
     op: its name, empty where it has no rule. tensors: per tensor read or written, its bytes per element, its global
     shape and the axes that cut each dim. free: a view, for which no kernel runs. work: local factor sizes -> flops.
     dims: the sizes of the factors, then those of each tensor's dims, as they stand in formulas; empty where the
-    numbers do.
+    numbers do. shape: local factor sizes, and which factors are cut -> the shape of its work (`sbpc.mesh.kernels`).
     """
 
     op: str
@@ -43,16 +44,17 @@ class Kernel:
     free: bool
     work: Callable[[Mapping[str, Any]], Any] = field(compare=False)
     dims: tuple[tuple[Any, ...], ...] = ()
+    shape: Callable[[Mapping[str, Any], Mapping[str, Any]], Any] = field(default=lambda *_: None, compare=False)
 
 
-def kernel_work(kernel: Kernel, sizes: Sequence[int], symbols: Sequence[Any] | None = None) -> tuple[Any, Any]:
-    """Returns flops and bytes of memory traffic of one op on the busiest rank."""
+def kernel_work(kernel: Kernel, sizes: Sequence[int], symbols: Sequence[Any] | None = None) -> tuple[Any, Any, Any]:
+    """Returns flops, bytes of memory traffic and the shape of the work of one op on the busiest rank."""
     factors, *tensors = kernel.dims or ((None,) * len(kernel.factors), *((),) * len(kernel.tensors))
     local = {name: cut(size, axes, sizes, symbols, dim) for (name, size, axes), dim in zip(kernel.factors, factors)}
     moved: Any = 0
     for (itemsize, shape, cuts), dims in zip(kernel.tensors, tensors):
         moved = moved + itemsize * numel(shape, cuts, sizes, symbols, dims)
-    return kernel.work(local), moved
+    return kernel.work(local), moved, kernel.shape(local, {name: bool(axes) for name, _, axes in kernel.factors})
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,8 @@ class Terms:
 class Cost:
     """The cost of one step of a plan on the busiest rank.
 
-    compute_seconds, comm_seconds: that kernels and collectives are busy, if each collective goes by itself.
-    makespan: seconds from the start of the step to its end, with collectives beside kernels, several in one message
+    compute_seconds, comm_seconds: that kernels and collectives are busy, if each collective goes by itself. makespan:
+    seconds from the start of the step to its end, with collectives beside kernels, several in one message
     (`sbpc.plans.timeline`), and stages as their schedule goes; None where everything runs one after the other.
     bubble_seconds: that a rank waits for other stages. flops, flops_one_device: of a rank, and of the model on one
     device. bytes_sent: by axis ("data", merged ones "data+tensor", that of stages), padding included. memory: bytes
@@ -97,7 +99,9 @@ class Cost:
     lower_bound: what no plan of the same space, or no layouts of the same stages, can beat; seconds, or bytes where
     `objective` is "bytes". serial_bound: what compute_seconds + comm_seconds of no plan can beat; with stages, those
     of the mean one. recompute_seconds: the part of compute_seconds in which values of the forward are computed
-    again.
+    again. optimizer_seconds: what the optimizer's update takes behind the step (`module.step` and `seconds` are
+    without it), in one pass over parameters, gradients and its state, as with `fused=True`; 0 where there is none.
+    model_flops: flops_one_device without those of values that are computed again.
 
     `expr` (of compute_seconds + comm_seconds, whatever overlaps, of the busiest stage), `bytes_expr` (over the axes
     of a stage) and `memory_expr` (of the peak, with the calls in the plan's order) are formulas in the sizes of
@@ -117,14 +121,15 @@ class Cost:
     serial_bound: float = 0.0
     recompute_seconds: float = 0.0
     bubble_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+    model_flops: float = 0.0
     terms_of: Callable[[], Terms] | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         sent = ", ".join(f"{size:,.0f} over {axes}" for axes, size in self.bytes_sent.items() if size) or "none"
         return (
             f"Cost({self.seconds:.6g} s: computing {self.compute_seconds:.6g} s, communicating "
-            f"{self.comm_seconds:.6g} s; "
-            f"bytes sent {sent}; memory {self.memory['total']:,} bytes; gap {self.gap:.2%})"
+            f"{self.comm_seconds:.6g} s; bytes sent {sent}; memory {self.memory['total']:,} bytes; gap {self.gap:.2%})"
         )
 
     @property
@@ -133,6 +138,11 @@ class Cost:
         if self.makespan is None:
             return self.compute_seconds + self.comm_seconds
         return max(self.makespan, self.compute_seconds)  # which differ by rounding where nothing is sent
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of a training step: forward, backward and the optimizer's update."""
+        return self.seconds + self.optimizer_seconds
 
     @property
     def exposed_seconds(self) -> float:
@@ -228,7 +238,7 @@ class Cost:
             if not kernel.free:
                 work = kernel_work(kernel, mesh.sizes, sizes)
                 rates = s["peak"], s["memory_bandwidth"], s["launch"]
-                terms.append(count * mesh.cluster.kernel_seconds(kernel.op, *work, rates))
+                terms.append(count * mesh.cluster.kernel_seconds(kernel.op, *work, rates=rates))
         terms += [count * self.transfer_expr(transfer) for transfer, count in self.transfers]
         return sympy.Add(*terms)
 

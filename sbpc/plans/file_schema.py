@@ -130,31 +130,33 @@ KINDS = {"node": IDENTIFIER, "float": NAME, "dict": table(call_argument), "devic
 TENSOR = row(DTYPE, SIZES, SIZES)
 VALUE = either(NONE, TENSOR, record({"several": many(either(NONE, TENSOR))}))
 META = {
-    "module": NAME, "stack_trace": TEXT, "phase": one_of("forward", "backward"), "decomposed": NAME, PANEL_OF: NAME, RECOMPUTES: NAME,
-    "part": row(NAME, SIZES),
+    "module": NAME, "stack_trace": TEXT, "phase": one_of("forward", "backward"), "decomposed": NAME, PANEL_OF: NAME,
+    RECOMPUTES: NAME, "part": row(NAME, SIZES),
 }  # fmt: skip
 NODE = {"name": IDENTIFIER, "op": NAME, "target": NAME, "val": VALUE, "args": many(call_argument), "kwargs": KWARGS}
 CONSTANTS = {"constants": table(row(DTYPE, SIZES, many(call_argument)))}
 GRAPH = CONSTANTS | {"graph": many(record(NODE, META))}
 PROGRAM = CONSTANTS | {"graph": many(record(NODE, META | {"stack_trace": INTEGER}))}
 PORTS = record({
-    "inputs": many(record({"kind": one_of(*INPUTS), "name": NAME})), "outputs": many(record({"kind": one_of(*OUTPUTS), "name": NAME})),
-    "arguments": structure, "results": structure, "tied": table(NAME), "unused": many(NAME), "frozen": many(NAME),
+    "inputs": many(record({"kind": one_of(*INPUTS), "name": NAME})),
+    "outputs": many(record({"kind": one_of(*OUTPUTS), "name": NAME})), "arguments": structure, "results": structure,
+    "tied": table(NAME), "unused": many(NAME), "frozen": many(NAME),
 })  # fmt: skip
 LAYOUTS = many(either(NONE, NAME))
 MEMORY = either(NONE, NUMBER, leaf(lambda v: v == math.inf))
-OPTIONS = record({"train": FLAG, "model": NAME, "objective": one_of(*OBJECTIVES), "optimizer": leaf(lambda v: v in (*OPTIMIZER_STATE,))}, {
-    "dtype": either(NONE, NAME), "eval": many(NAME), "left_out": many(NAME), "memory": MEMORY, "pin": table(NAME), "spread": FLAG,
-    "microbatches": COUNT, "panels": COUNT, "recompute": NAME, "baseline": NAME, "schedule": NAME, "stages": either(NONE, NAME),
-    "inputs": LAYOUTS, "outputs": LAYOUTS, "guards": table(many(LINE)),
+OPTIMIZER = leaf(lambda v: v in (*OPTIMIZER_STATE,))
+OPTIONS = record({"train": FLAG, "model": NAME, "objective": one_of(*OBJECTIVES), "optimizer": OPTIMIZER}, {
+    "dtype": either(NONE, NAME), "eval": many(NAME), "left_out": many(NAME), "memory": MEMORY, "pin": table(NAME),
+    "spread": FLAG, "microbatches": COUNT, "panels": COUNT, "recompute": NAME, "baseline": NAME, "schedule": NAME,
+    "stages": either(NONE, NAME), "inputs": LAYOUTS, "outputs": LAYOUTS, "guards": table(many(LINE)),
     "dynamic": many(row(NAME, either(INTEGER, many(either(NONE, NAME))))),
 })  # fmt: skip
 FIGURE = either(NONE, NAME, leaf(lambda v: is_number(v, (int, float))))
-FIGURES = table(either(FIGURE, many(table(FIGURE))))  # `Cluster.of` checks the rest
+FIGURES = table(either(FIGURE, table(FIGURE), many(table(FIGURE))))  # `Cluster.of` checks the rest
 NAMED = many(row(one_of(*INPUTS, *OUTPUTS), NAME, either(INTEGER, NAME)))  # ports of a chunk, with what they stand for
 CHUNK = record({
-    **GRAPH, "ports": PORTS, "choices": table(choice), "aliases": many(row(IDENTIFIER, INTEGER, NAME)), "outputs": LAYOUTS,
-    "arguments": NAMED, "results": NAMED, "receives": NAMED, "sends": NAMED,
+    **GRAPH, "ports": PORTS, "choices": table(choice), "aliases": many(row(IDENTIFIER, INTEGER, NAME)),
+    "outputs": LAYOUTS, "arguments": NAMED, "results": NAMED, "receives": NAMED, "sends": NAMED,
 })  # fmt: skip
 LOOP = record({
     "count": COUNT, "in_loop": many(row(NAME, NAME)), "joins": many(either(INTEGER, NAME)), "before": record(GRAPH),
@@ -162,12 +164,12 @@ LOOP = record({
     "shapes": many(row(one_of(*INPUTS), NAME, TENSOR)),
 })  # fmt: skip
 PLAN = {
-    "torch": NAME, "mesh": many(row(IDENTIFIER, RANKS)), "cluster": FIGURES, "ports": PORTS, "options": OPTIONS, "lower_bound": NUMBER,
-    "serial_bound": NUMBER, "chunks": many(CHUNK), "loop": either(NONE, LOOP),
+    "torch": NAME, "mesh": many(row(IDENTIFIER, RANKS)), "cluster": FIGURES, "ports": PORTS, "options": OPTIONS,
+    "lower_bound": NUMBER, "serial_bound": NUMBER, "chunks": many(CHUNK), "loop": either(NONE, LOOP),
 }  # fmt: skip
 PROGRAMS = PLAN | {
-    "programs": table(many(record(PROGRAM))), "ranks": many(INTEGER), "given": LAYOUTS, "left": LAYOUTS, "inputs": many(VALUE),
-    "outputs": many(VALUE), "traces": many(TEXT),
+    "programs": table(many(record(PROGRAM))), "ranks": many(INTEGER), "given": LAYOUTS, "left": LAYOUTS,
+    "inputs": many(VALUE), "outputs": many(VALUE), "traces": many(TEXT),
 }  # fmt: skip
 EXPORTED = record(PROGRAMS | {"steps": table(record(PROGRAMS))})
 

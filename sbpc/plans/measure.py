@@ -68,7 +68,7 @@ def kernel_of(node: Node) -> Kernel:
         return Kernel("", factors, tensors, False, lambda local: math.prod(local.values()), dims)
     factors = tuple((factor, size, cuts.get(factor, ())) for factor, size in match.sizes.items())
     dims = (tuple(node.meta["factors"][factor] for factor in match.sizes), *dims) if symbolic else ()
-    return Kernel(str(match.op), factors, tensors, match.view, match.flops, dims)
+    return Kernel(str(match.op), factors, tensors, match.view, match.flops, dims, match.shape)
 
 
 def sum_kernel(node: Node) -> Kernel:
@@ -143,11 +143,11 @@ def compute_totals(kernels: Mapping[Kernel, int], mesh: Mesh) -> tuple[float, fl
     """Returns seconds of computing, flops of a rank, and flops of one device doing it all."""
     seconds = flops = one_device = 0.0
     for kernel, count in kernels.items():
-        local, moved = kernel_work(kernel, mesh.sizes)
-        whole, _ = kernel_work(kernel, (1,) * len(mesh.sizes))
+        local, *about = kernel_work(kernel, mesh.sizes)
+        whole, *_ = kernel_work(kernel, (1,) * len(mesh.sizes))
         flops, one_device = flops + count * local, one_device + count * whole
         if not kernel.free:
-            seconds += count * float(mesh.cluster.kernel_seconds(kernel.op, local, moved))
+            seconds += count * float(mesh.cluster.kernel_seconds(kernel.op, local, *about))
     return seconds, flops, one_device
 
 

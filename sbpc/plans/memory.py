@@ -11,25 +11,28 @@ import functools
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from sbpc._compat import storage_of, tree_leaves
 from sbpc.boxing.lower import lower
 from sbpc.boxing.steps import Step
 from sbpc.graph.about import is_boxing
-from sbpc.graph.operands import is_sum, nodes_in, operands
+from sbpc.graph.operands import is_sum, leaves, nodes_in, operands, value_of
 from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.mesh import Mesh
+from sbpc.rules.binding import flat_outputs
+from sbpc.rules.choices import local_sizes
+from sbpc.rules.match import Match
 
+CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 POSITION = 8  # bytes of a rank's position on one axis
-INDEX = 8  # bytes of a place in a dim
-ARANGES = torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step
 # copy all memory that their first operand is a view of
 WHOLE = torch.ops.aten.slice_scatter.default, torch.ops.aten.select_scatter.default
 
@@ -130,8 +133,9 @@ class Life:
                 life.add_call(node, reads, ())
             else:
                 sizes = sizes_of(node, mesh)
-                counted = [max(life.size[reads[0]], *sizes)] if node.target in WHOLE else [*sizes, *beside(node, sizes)]
-                values[node] = life.add_call(node, reads, counted)[: len(sizes)]
+                sizes = [max(life.size[reads[0]], *sizes)] if node.target in WHOLE else sizes
+                calls, reads = written(node, mesh), life.add_copies(node, reads, mesh)
+                values[node] = life.add_call(node, reads, sizes) if calls is None else life.add_written(node, *calls)
                 if node.op == "placeholder":
                     life.last[values[node][0]] = math.inf
         life.count(POSITION * len(mesh.axes))
@@ -149,6 +153,27 @@ class Life:
             self.last[storage] = max(self.last[storage], at)
         return made
 
+    def add_copies(self, node: Node, reads: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
+        """Adds the copies of operands that are laid out as when captured, since the op may read strides: one without
+        a rule, or with one of the user's. Returns what it reads."""
+        match = node.meta.get("match")
+        if node.op != "call_function" or (match is not None and not match.entry.source):
+            return reads
+        found: tuple[int, ...] = ()
+        for operand in operands(node):
+            lies = self.values[operand]
+            found += self.add_call(node, lies, sizes_of(operand, mesh)) if moved_in_memory(operand) else lies
+        return found
+
+    def add_written(
+        self, node: Node, calls: Sequence[tuple[Sequence[int], Sequence[int]]], results: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Adds the calls that are written for one, and returns the storages of its results."""
+        storages = [self.values[operand][0] for operand in operands(node)]
+        for reads, sizes in calls:
+            storages += self.add_call(node, [storages[at] for at in reads], sizes)
+        return tuple(storages[at] for at in results)
+
     def add_boxing(self, node: Node, source: int, mesh: Mesh) -> int:
         """Adds the calls of a boxing step, up to its wait where that is a node of its own. Returns the storage of
         its result."""
@@ -165,7 +190,7 @@ class Life:
         source, value = node.all_input_nodes[0], node.meta["val"]
         while is_boxing(source) and self.values[source] == self.values[source.all_input_nodes[0]]:
             source = source.all_input_nodes[0]
-        in_order = is_boxing(source) or source.meta["val"].is_contiguous()
+        in_order = is_boxing(source) or lies_in_order(source)
         return emitted(step, tuple(value.shape), value.dtype, mesh, in_order)
 
     def add_member(
@@ -258,12 +283,62 @@ def turn_of(phases: Sequence[str]) -> int | None:
     return misplaced.index(min(misplaced)) if "backward" in phases else None
 
 
-def beside(node: Node, sizes: Sequence[int]) -> list[int]:
-    """Returns the bytes of what a call makes for a moment besides its result: a split arange is several calls, of
-    two indices."""
-    if node.target not in ARANGES or not node.meta["sbp"].cuts:
-        return []
-    return [sizes[0] * 2 * INDEX // node.meta["val"].element_size() - sizes[0]]
+Calls = tuple[list[tuple[list[int], list[int]]], list[int]]  # by call what it reads and bytes it makes, and results
+WRITTEN: dict[Any, tuple[Match, Calls]] = {}  # by call on a rank what `written` tells, and what has this id
+
+
+def written(node: Node, mesh: Mesh) -> Calls | None:
+    """Returns the calls on the rank at the origin that are written for one which counts places of a dim that is
+    split; None for any other."""
+    match = node.meta.get("match")
+    if match is None or not match.shifts or not (cut := match.shifts & node.meta["choice"].cuts().keys()):
+        return None
+    shifted = sorted(cut)
+    origin, given = (0,) * len(mesh.sizes), operands(node)
+    shards = [(x.meta["val"].dtype, x.meta["sbp"].local_shape(x.meta["val"].shape, mesh.sizes, origin)) for x in given]
+    local = local_sizes(match.sizes.items(), node.meta["choice"], mesh.sizes, origin)
+    key = id(match), *shards, *local.items(), *shifted
+    if key not in WRITTEN:
+        made = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in shards]
+        WRITTEN[key] = match, calls_of_op(node, made, local, shifted)
+    return WRITTEN[key][1]
+
+
+def calls_of_op(node: Node, shards: Sequence[torch.Tensor], local: Mapping[str, int], shifted: Sequence[str]) -> Calls:
+    """Returns the calls that an op is written as. They run on tensors without data, and storages are numbered, those
+    of operands first."""
+    offsets = {factor: torch.zeros((), dtype=torch.int64, device="meta") for factor in shifted}
+    numbers = {storage_of(x): at for at, x in enumerate(shards)}
+    alive, calls = [*offsets.values()], list[tuple[list[int], list[int]]]()  # alive: so that no number is used twice
+
+    def call(op: Any, *args: Any, **kwargs: Any) -> Any:
+        out = op(*args, **kwargs | ({"device": "meta"} if "device" in kwargs else {}))
+        given, made = ({storage_of(x): x for x in leaves(each, torch.Tensor)} for each in ((args, kwargs), out))
+        fresh = {each: x.untyped_storage().nbytes() for each, x in made.items() if each not in numbers}
+        calls.append(([numbers[each] for each in given if each in numbers], list(fresh.values())))
+        numbers.update(zip(fresh, range(len(numbers), len(numbers) + len(fresh))))
+        alive.append(out)
+        return out
+
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), dict(zip(operands(node), shards)).__getitem__)
+    results = node.meta["match"].localize(call, args, kwargs, local, offsets)
+    return calls, [0 if x is None else numbers[storage_of(x)] for x in flat_outputs(results)]
+
+
+def lies_in_order(node: Node) -> bool:
+    """Returns whether the elements of what a call gives lie in memory in order on a rank: as when captured, but for
+    the backward of a convolution over one dim, which is given its weight in order."""
+    value = node.meta["val"]
+    return value.is_contiguous() or (value.dim() == 3 and value_of(node)[0].target is CONVOLUTION_BACKWARD)
+
+
+def moved_in_memory(operand: Node) -> bool:
+    """Returns whether the dims of an operand lie in memory in another order than when captured, or with gaps."""
+    value = operand.meta["val"]
+    dims = range(value.dim())
+    order = dims if value.is_contiguous() else sorted(dims, key=lambda dim: -value.stride(dim))
+    held = torch.empty(value.shape, device="meta") if is_boxing(operand) else value
+    return not held.permute([*order]).is_contiguous()
 
 
 def is_view(node: Node) -> bool:

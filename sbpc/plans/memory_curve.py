@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,11 @@ import numpy as np
 from torch.fx import Node
 
 from sbpc.graph.ports import BUFFER, PARAMETER, SEED, results
-from sbpc.plans.memory import POSITION, Life, phase_of
+from sbpc.plans.memory import POSITION, Life, Moment, phase_of
 from sbpc.plans.planned import PlannedStep
 from sbpc.plans.staged.chunk_programs import ChunkPrograms, Program
-from sbpc.plans.staged.part_memory import ADDED, GATHERED, HANDED, HOME, LEFT, SAVED, arrivals, bytes_at
-from sbpc.plans.staged.schedules import STEP
+from sbpc.plans.staged.part_memory import ADDED, GATHERED, HANDED, HOME, LEFT, SAVED, bytes_at, scope
+from sbpc.plans.staged.schedules import LATE, STEP
 from sbpc.plans.staged.stage_parts import PARTS, Parts
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COPIES, INPUTS = (
@@ -54,9 +54,8 @@ class MemoryCurve:
     """Bytes alive on the busiest rank at every moment of a step; a moment is a call.
 
     calls: by moment the name of the node of the boxed graph that runs, in a loop behind that of the action; the last
-    moment is the optimizer's step, "". phases: by moment.
-    groups: by name of a group, its bytes at every moment; they sum to `bytes`. peak: the moment at which most is
-    alive. held: what is alive there, the largest first.
+    moment is the optimizer's step, "". phases: by moment. groups: by name of a group, its bytes at every moment; they
+    sum to `bytes`. peak: the moment at which most is alive. held: what is alive there, the largest first.
     """
 
     calls: tuple[str, ...]
@@ -80,7 +79,7 @@ class MemoryCurve:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ProgramCurve:
     """The curve of one program. calls: by moment. alive: by group its bytes, besides what is there before. life,
     start: of its calls, and the first of these. groups: by storage."""
 
@@ -93,27 +92,27 @@ class Piece:
 
 def memory_curve(plan: PlannedStep, stage: int) -> MemoryCurve:
     """Returns the curve of a step on a rank of a stage."""
-    parts = {at: plan.parts[at] for at in plan.chunks_on(stage)}
+    parts = {at: plan.chunk_costs[at] for at in plan.chunks_on(stage)}
     trained = sum(part.trained for part in parts.values())
     stored = {
         PARAMETERS: sum(sum(part.homes.values()) for part in parts.values()),
         OPTIMIZER: plan.options.copies * trained,
     }
     always = Counter(stored) + Counter({INPUTS: sum(part.buffers for part in parts.values())})
-    known, found = functools.cache(functools.partial(piece, plan)), list[tuple[str, Counter[tuple[str, str]], Piece]]()
-    for (which, at, first, flying, once), (_, action) in zip(plan.moments(stage), plan.order(stage)):
+    known = functools.cache(functools.partial(curve_of, plan))
+    found: list[tuple[str, Counter[tuple[str, str]], ProgramCurve]] = []
+    for (which, at, first, flying, once), (_, action) in zip(plan.moments(stage), plan.orders[stage]):
         held = Counter[tuple[str, str]]()
         for (chunk, kind), times in [*flying.items(), *((each, 1) for each in once)]:
-            held[GROUP_OF[kind], f"{kind} of chunk {chunk}" if len(parts) > 1 else kind] += times * parts[chunk].held(
-                kind
-            )
+            name = kind if isinstance(kind, str) else LATE
+            about = GROUP_OF.get(name, GRADIENTS), f"{name} of chunk {chunk}" if len(parts) > 1 else name
+            held[about] += times * parts[chunk].held(kind)
         found.append(("" if action.kind == STEP else f"{action} ", held, known(at, which, first)))
     rows = {group: list[np.ndarray]() for group in GROUPS}
     for _, held, each in found:
         for group in GROUPS:
-            rows[group].append(
-                each.alive[group] + always[group] + sum(size for (name, _), size in held.items() if name == group)
-            )
+            more = sum(size for (name, _), size in held.items() if name == group)
+            rows[group].append(each.alive[group] + always[group] + more)
     at_end = always + Counter({GRADIENTS: trained})  # while the optimizer steps
     alive = {group: np.concatenate([*pieces, [at_end[group]]]).astype(np.int64) for group, pieces in rows.items()}
     peak = int(np.argmax(sum(alive.values())))
@@ -128,7 +127,7 @@ def memory_curve(plan: PlannedStep, stage: int) -> MemoryCurve:
 def held_at(plan: PlannedStep, stage: int, found: Sequence[Any], moment: int, trained: int) -> Iterator[Held]:
     """Yields what is alive at a moment of a step."""
     for at in plan.chunks_on(stage):
-        chunk, homes = plan.chunks[at], plan.parts[at].homes
+        chunk, homes = plan.chunks[at], plan.chunk_costs[at].homes
         yield from (Held(name, PARAMETERS, name.rpartition(".")[0], size) for name, size in homes.items() if size)
         for port, value in chunk.shapes.items():
             if port.kind in (BUFFER, SEED) and (size := bytes_at(value, chunk.given[port], chunk.mesh)):
@@ -149,27 +148,31 @@ def held_at(plan: PlannedStep, stage: int, found: Sequence[Any], moment: int, tr
     yield Held(GRADIENTS, GRADIENTS, "", trained)
 
 
-def piece(plan: PlannedStep, at: int, which: Parts, first: bool) -> Piece:
+def curve_of(plan: PlannedStep, at: int, which: Parts, first: bool) -> ProgramCurve:
     """Returns the curve of a program of a chunk. first: whether its gradients are the first ones."""
     programs = plan.programs[at]
     program = programs.program(which, not (first and (which == PARTS or programs.makes(which))))
-    life = programs.life if which == PARTS else Life.of(program.gm, programs.chunk.mesh)
-    there, beside = arrivals(programs, which, program.gm)
-    groups = ["" if owner in there else group for owner, group in zip(life.owner, groups_of(life, programs, program))]
-    start = next((at for at, moment in enumerate(life.moments) if moment.node not in there), len(life.moments))
-    ends = len(life.moments)
-    change = {group: np.zeros(ends + 1, dtype=np.int64) for group in GROUPS}
+    life, start, ends, there, beside = scope(programs, which, program)
+    groups = ["" if at in there else group for at, group in enumerate(groups_of(life, programs, program))]
+    start = next((at for at in range(start, ends) if not is_there(life.moments[at], there)), ends)
+    most = len(life.moments)
+    change = {group: np.zeros(most + 1, dtype=np.int64) for group in GROUPS}
     for made, moment in enumerate(life.moments):
         for storage, size in moment.makes:
             if groups[storage]:
                 change[groups[storage]][max(made, start)] += size
-                change[groups[storage]][int(min(life.last[storage] + 1, ends))] -= size
+                change[groups[storage]][int(min(life.last[storage] + 1, most))] -= size
     alive = {group: np.cumsum(each)[start:ends] for group, each in change.items()}
     come = sum(
         bytes_at(programs.chunk.shapes[port], programs.chunk.given[port], programs.chunk.mesh) for port in beside
     )
-    alive[INPUTS] += POSITION * len(programs.chunk.mesh.axes) + come
-    return Piece([moment.node for moment in life.moments[start:]], alive, life, start, groups)
+    alive[INPUTS] += (0 if LATE in which else POSITION * len(programs.chunk.mesh.axes)) + come
+    return ProgramCurve([moment.node for moment in life.moments[start:ends]], alive, life, start, groups)
+
+
+def is_there(moment: Moment, there: Container[int]) -> bool:
+    """Returns whether a moment is that of a placeholder whose value is there before."""
+    return moment.node.op == "placeholder" and all(storage in there for storage, _ in moment.makes)
 
 
 def groups_of(life: Life, programs: ChunkPrograms, program: Program) -> list[str]:

@@ -7,6 +7,7 @@ product at least as many times, the other is never the peak; what is left is a m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,17 +16,18 @@ from torch import Tensor
 from torch.fx import Node
 
 from sbpc.boxing.steps import Step
+from sbpc.graph.operands import operands
 from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.measure import dims_at
-from sbpc.plans.memory import ARANGES, WHOLE, Life
+from sbpc.plans.memory import WHOLE, Life, sizes_of
 
 Sizes = Sequence[sympy.Symbol]  # of the axes of the mesh
 
 
-def moments_of(life: Life, size: Sequence[Any]) -> list[Mapping[Any, Any]]:
+def moments_of(life: Life, size: Sequence[Any], start: int = 0, end: int | None = None) -> list[Mapping[Any, Any]]:
     """Returns what is alive at each moment of a program, equal ones once: products, each so many times. size:
-    formulas of storages."""
+    formulas of storages. start, end: which moments."""
     terms = [sympy.sympify(formula).as_coeff_Mul() for formula in size]
     dying: dict[float, list[int]] = {}
     for storage, last in enumerate(life.last):
@@ -35,7 +37,8 @@ def moments_of(life: Life, size: Sequence[Any]) -> list[Mapping[Any, Any]]:
         for storage, _ in moment.makes:
             count, product = terms[storage]
             alive[product] = alive.get(product, 0) + count
-        moments[frozenset(alive.items())] = None
+        if start <= at < (len(life.moments) if end is None else end):
+            moments[frozenset(alive.items())] = None
         for storage in dying.get(at, ()):
             count, product = terms[storage]
             alive[product] -= count
@@ -65,17 +68,27 @@ def storage_formulas(life: Life, mesh: Mesh, sizes: Sizes) -> list[Any]:
     found: list[Any] = [sympy.Integer(size) for size in life.size]
     known: dict[Any, Any] = {}  # equal tensors share a formula
     for moment in life.moments:
-        for index, (storage, size) in enumerate(moment.makes):
+        for storage, size in moment.makes:
             node, boxing = moment.node, {"step", "awaits"} & moment.node.meta.keys()
-            place = 0 if boxing or node.target in ARANGES else index
-            key = (*about(node, place), size if boxing else None)
+            results = life.values[node]
+            beside = not boxing and storage not in results  # of a call that is written as several
+            if beside and not size:
+                continue
+            near, place = nearest(node, size, mesh) if beside else (node, 0 if boxing else results.index(storage))
+            key = (*about(near, place), size if boxing else None)
             if key not in known:
-                known[key] = boxed_bytes(node, size, mesh, sizes) if boxing else bytes_of(node, place, mesh, sizes)
+                known[key] = boxed_bytes(node, size, mesh, sizes) if boxing else bytes_of(near, place, mesh, sizes)
             whole = node.target in WHOLE and size == life.size[moment.reads[0]]
             found[storage] = found[moment.reads[0]] if whole else known[key]
-            if node.target in ARANGES:  # what is beside its result is in proportion to that
-                found[storage] *= sympy.Rational(size, moment.makes[0][1] or 1)
+            if beside:  # in proportion to that
+                found[storage] *= sympy.Rational(size, sizes_of(near, mesh)[place])
     return found
+
+
+def nearest(node: Node, size: int, mesh: Mesh) -> tuple[Node, int]:
+    """Returns the result or operand of a call that is nearest to `size` bytes: a node, and which of its outputs."""
+    sized = [(each, at, x) for each in (node, *operands(node)) for at, x in enumerate(sizes_of(each, mesh)) if x]
+    return min(sized, key=lambda each: abs(math.log(each[2] / size)))[:2]
 
 
 def about(node: Node, index: int) -> tuple[Any, ...]:

@@ -40,17 +40,14 @@ class Options:
     memory: float | None = option(
         None,
         "bytes that a rank may take at the peak of the step; None is no limit, whatever the cluster has. The plan is "
-        "then as fast as can "
-        "be found under it: that can take minutes, and the gap may be some percent.",
+        "then as fast as can be found under it: that can take minutes, and the gap may be some percent.",
     )
     pin: Mapping[str, str] = option(
         None,
         "{name: layout}: what you know better. A name is that of a parameter or of a value that `sbpc show` prints, "
-        "or a pattern such as "
-        '"*.up.weight". "S(0)@tensor" leaves the other axes free, "B@data, S(1)@tensor" names two, "S(0)@tensor>data" '
-        "cuts over tensor "
-        'first, "[B, S(0)]" is all axes in the order of the mesh. "S(0)" will do on a mesh of one axis. A '
-        "`sbpc.Layout` is taken too.",
+        'or a pattern such as "*.up.weight". "S(0)@tensor" leaves the other axes free, "B@data, S(1)@tensor" names '
+        'two, "S(0)@tensor>data" cuts over tensor first, "[B, S(0)]" is all axes in the order of the mesh. "S(0)" '
+        "will do on a mesh of one axis. A `sbpc.Layout` is taken too.",
     )
     inputs: Sequence[str | Layout | None] | None = option(
         None,
@@ -65,17 +62,15 @@ class Options:
     objective: str = option(
         SECONDS,
         '"seconds", where collectives run beside computing; "serial", where they do not; or "bytes", which counts '
-        "what the busiest rank "
-        "sends and nothing else. With spread=True a single product then attains the tight lower bound on the best mesh "
-        "(tests/matmul_bound.py).",
+        "what the busiest rank sends and nothing else. With spread=True a single product then attains the tight lower "
+        "bound on the best mesh (tests/matmul_bound.py).",
     )
     dynamic: Mapping[str, Any] | None = option(
         None,
         '{"x": ("b", "s", "h"), "*up.weight": ("4*h", "h"), "heads": 12} names dims of inputs and parameters, so that '
-        "`plan.cost.expr` is "
-        "a formula in them. A dim that is not named is what it meets in an op, such as the bias of up, or else its "
-        "number, and a note says "
-        "so. A name with a number is a symbol that no dim has alone. The layouts are those of the plan.",
+        "`plan.cost.expr` is a formula in them. A dim that is not named is what it meets in an op, such as the bias "
+        "of up, or else its number, and a note says so. A name with a number is a symbol that no dim has alone. The "
+        "layouts are those of the plan.",
     )
     microbatches: int | None = option(
         None,
@@ -87,41 +82,39 @@ class Options:
         "part where it has no "
         "loss, where its parts need each other (batch norm), or with inputs=, outputs=, spread=, panels= or "
         'objective="bytes"; '
-        "`plan.loop` is then None. None is two parts side by side where the simulated step is shorter by 2 % so, else "
+        "`plan.loop` is then None. A micro-batch of a loop runs in halves or panels where the step is shorter so. "
+        "None is two parts side by side where the simulated step is shorter by 2 % so, else "
         "1; spaces of many "
         "layouts are not tried.",
     )
     panels: int | None = option(
         None,
         "into how many equal parts the products next to a collective are cut, so that one part is computed while the "
-        "next is gathered, or "
-        "the last one reduced and scattered. Bytes and results are the same, each part gathered is smaller. None is "
-        "2, 4 or 8, where the "
-        "simulated step is shorter by 2 % with them, or no plan fits into `memory` without, else 1.",
+        "next is gathered, or the last one reduced and scattered. Bytes and results are the same, each part gathered "
+        "is smaller. None is 2, 4 or 8, where the simulated step is shorter by 2 % with them, or no plan fits into "
+        "`memory` without, else 1.",
     )
     stages: str | None = option(
         None,
         'the axis of the mesh along which the model is cut into stages of a pipeline, such as "pipe": `plan.chunks` '
-        "are its pieces, and "
-        "layouts are those on the other axes. None is no pipeline. With stages, microbatches is by default the "
-        "largest divisor of the "
-        "batch up to four for each stage.",
+        "are its pieces, and layouts are those on the other axes. None is no pipeline. With stages, microbatches is "
+        "by default the largest divisor of the batch up to four for each stage.",
     )
     schedule: str = option(
         "1f1b",
         'the order in which stages work: "gpipe", "1f1b", "interleaved" (two chunks of the model on each stage, or so '
-        "many as "
-        '"interleaved:3" says) or "zbv" (two, there and back, and the backward in two parts).',
+        'many as "interleaved:3" says), "zbv" (two, there and back, and the backward in two parts) or "breadth-first" '
+        "(two, or as many as is said; all micro-batches go through one chunk before the next, so that its gradients "
+        "are on their way home for longer). A loop without stages goes breadth-first where the simulated step is "
+        "shorter by 2 % so, and fits.",
     )
     recompute: str = option(
         NONE,
         'what a backward computes again instead of having it kept since the forward: "none"; "selective", in each '
-        "repeated block what is "
-        'cheap, or where attention is written out its values between the products; "full", all but the inputs of each '
-        'block; "auto", '
-        "nothing where `memory` allows it, else what makes the fastest plan that fits. A block is a module such as "
-        '"layers.3", or a '
-        "child of a model without such. `plan.cost.recompute_seconds` tells what that takes.",
+        'repeated block what is cheap, or where attention is written out its values between the products; "full", all '
+        'but the inputs of each block; "auto", nothing where `memory` allows it, else what makes the fastest plan '
+        'that fits. A block is a module such as "layers.3", or a child of a model without such. '
+        "`plan.cost.recompute_seconds` tells what that takes.",
     )
     baseline: str | None = None
     forms: Mapping[str, str] | None = None

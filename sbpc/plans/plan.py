@@ -67,16 +67,15 @@ def no_model(**_: Any) -> Plan:
 class Plan(PlannedStep):
     """A layout for every value of a step, made by `sbpc.plan` or `sbpc.load`. `print(plan)` shows it.
 
-    mesh: the mesh that it is for. chunks: of the model, in its order: one, unless it is cut into stages along an
-    axis of the mesh. options: what `sbpc.plan` was asked (pins, optimizer, ...). lower_bound: what no plan of this
-    step on this mesh, with these pins, can cost less, in seconds or in bytes as `objective` says; with stages or a
-    loop no layouts of these. loop: the step as a loop over micro-batches, None where it is one program. in_loop:
-    parameters and gradients that are boxed for every micro-batch; others are once for all. serial_bound: what the
-    mean rank computes and communicates at least if nothing overlaps, in seconds; 0 where that is `lower_bound`.
-    times: CPU seconds by pass; "capture" is the torch call alone. body: of a loop the plan of a micro-batch through
-    all stages, in which layouts were chosen. prover: the problem that a step of one program solves; both None where
-    the plan was read from a file. again: plans the step again
-    on this mesh, with other options as given.
+    mesh: the mesh that it is for. chunks: of the model, in its order: one, unless it is cut into stages along an axis
+    of the mesh. options: what `sbpc.plan` was asked (pins, optimizer, ...). lower_bound: what no plan of this step on
+    this mesh, with these pins, can cost less, in seconds or in bytes as `objective` says; with stages or a loop no
+    layouts of these. loop: the step as a loop over micro-batches, None where it is one program. in_loop: parameters and
+    gradients that are boxed for every micro-batch; others are once for all. serial_bound: what the mean rank computes
+    and communicates at least if nothing overlaps, in seconds; 0 where that is `lower_bound`. times: CPU seconds by
+    pass; "capture" is the torch call alone. body: of a loop the plan of a micro-batch through all stages, in which
+    layouts were chosen. prover: the problem that a step of one program solves; both None where the plan was read from a
+    file. again: plans the step again on this mesh, with other options as given.
 
     Three graphs show how a step of one chunk is written: `graph` has a layout for every value (`tangent_0`, ... in
     it are the gradients of the outputs, which come in from outside), `boxed` also the collectives between layouts,
@@ -102,7 +101,7 @@ class Plan(PlannedStep):
         for, and what holds most at the peak."""
         return memory_curve(self, self.fullest)
 
-    # --- how good it is ----------------------------------------------------------------------------------------------
+    # --- how good it is -----------------------------------------------------------------------------------------------
     @property
     def solved(self) -> Plan:
         """The plan whose layout problem is that of the step: itself, or that of a micro-batch. Raises PlanError if
@@ -190,7 +189,7 @@ class Plan(PlannedStep):
         """
         return self.rewriter.diff(self, other)
 
-    # --- where it goes -----------------------------------------------------------------------------------------------
+    # --- where it goes ------------------------------------------------------------------------------------------------
     @property
     def rewriter(self) -> Any:
         """The functions of the pipeline that the plan calls."""
@@ -205,12 +204,11 @@ class Plan(PlannedStep):
     def export(self, path: str | Path, inference: Plan | None = None) -> None:
         """Writes the plan with the programs of all its ranks, one for each class of ranks with equal local shapes.
 
-        inference: a plan of the forward alone (`train=False`), whose programs go into the same file.
-        `sbpc.load_module` makes the parallel module of the file without planning and without the model's source;
-        `sbpc run` runs it. The file holds no weights, no pickle and no code: put the weights beside it, as `sbpc
-        export` does (model.safetensors beside model.sbpc). examples/04_export_and_run.py shows all this. The file of
-        a loop is that of `save`: each rank writes its programs from the chunks in it. Raises PlanError if it cannot
-        be written.
+        inference: a plan of the forward alone (`train=False`), whose programs go into the same file. `sbpc.load_module`
+        makes the parallel module of the file without planning and without the model's source; `sbpc run` runs it. The
+        file holds no weights, no pickle and no code: put the weights beside it, as `sbpc export` does
+        (model.safetensors beside model.sbpc). examples/04_export_and_run.py shows all this. The file of a loop is that
+        of `save`: each rank writes its programs from the chunks in it. Raises PlanError if it cannot be written.
         """
         check_kinds(PlanError, path=(path, "a path"))
         if inference is not None and not isinstance(inference, Plan):

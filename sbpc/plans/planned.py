@@ -31,6 +31,7 @@ from sbpc.plans.staged.schedules import STEP, Arrival
 from sbpc.plans.staged.stage_parts import PARTS
 from sbpc.plans.staged.staged_timeline import stage_events, stage_lanes
 from sbpc.plans.timeline import Event
+from sbpc.plans.usage import Usage
 
 T = TypeVar("T", bound="PlannedStep")
 
@@ -49,7 +50,7 @@ class PlannedStep(Pipeline):
     serial_bound: float = 0.0
     body: PlannedStep | None = field(default=None, repr=False, compare=False)
 
-    # --- its stages, and its loop ------------------------------------------------------------------------------------
+    # --- its stages, and its loop -------------------------------------------------------------------------------------
     @property
     def axis(self) -> str | None:  # type: ignore[override]
         """The axis of the stages, None where all ranks are one stage."""
@@ -73,8 +74,9 @@ class PlannedStep(Pipeline):
     @property
     def way(self) -> str:
         """How the step runs, in words; nothing where it is one program."""
-        stages = "" if self.axis is None else f"{self.stages} stages along {self.axis!r}, {self.schedule}, "
-        return "" if self.loop is None else f"{stages}{self.count} micro-batches"
+        stages = "" if self.axis is None else f"{self.stages} stages along {self.axis!r}, "
+        order = f"{self.schedule}, " if stages or len(self.chunks) > 1 else ""
+        return "" if self.loop is None else f"{stages}{order}{self.count} micro-batches"
 
     def ranks_of(self, stage: int) -> list[int]:
         """Returns the ranks of a stage, in the order of the mesh of one stage."""
@@ -137,10 +139,10 @@ class PlannedStep(Pipeline):
         for name, having in self.summands.items() if self.axis else ():
             others = {self.owners[other] for other in self.shared[name]} - {stage}
             mine = [at for at in having if self.owners[at] == stage]
-            sent[str(self.axis)] += len(others) * sum(self.parts[at].homes[name] for at in mine)
+            sent[str(self.axis)] += len(others) * sum(self.chunk_costs[at].homes[name] for at in mine)
         return sent
 
-    # --- its layouts -------------------------------------------------------------------------------------------------
+    # --- its layouts --------------------------------------------------------------------------------------------------
     @property
     def ports(self) -> Ports:
         """What goes into and comes out of the step."""
@@ -150,6 +152,12 @@ class PlannedStep(Pipeline):
     def shapes(self) -> Mapping[Port, Tensor]:
         """By port of a placeholder of the step: a tensor without data of the shape and dtype that was planned."""
         return self.chunk.shapes if self.loop is None else self.loop.shapes
+
+    @property
+    def usage(self) -> Usage | None:
+        """The share of its devices' peak at which a training step runs, and tokens or samples a second; None where
+        nothing is told of the machine."""
+        return Usage.of(self.cost, self.mesh, self.shapes)
 
     @functools.cached_property
     def layouts(self) -> dict[str, Layout]:
@@ -195,7 +203,7 @@ class PlannedStep(Pipeline):
         graphs = [self.boxed] if self.loop is None else [chunk.annotated for chunk in self.chunks]
         return tuple(dict.fromkeys(remark for gm in graphs for remark in gm.meta["remarks"]))
 
-    # --- its programs ------------------------------------------------------------------------------------------------
+    # --- its programs -------------------------------------------------------------------------------------------------
     @property
     def chunk(self) -> Chunk:
         """The only chunk. Raises PlanError where there are several, each of which has graphs of its own."""
@@ -267,19 +275,21 @@ class PlannedStep(Pipeline):
     @functools.cached_property
     def programs(self) -> Sequence[ChunkPrograms]:
         """The programs of each chunk."""
+        several = len(self.chunks) > self.stages
         return OnUse(
-            len(self.chunks), lambda at: ChunkPrograms(self.chunks[at], self.in_loop, self.overlaps, self.budget)
+            len(self.chunks),
+            lambda at: ChunkPrograms(self.chunks[at], self.in_loop, self.overlaps, self.budget, several),
         )
 
     def budget(self) -> float | None:
         """Returns the bytes that a schedule may take of the whole step, besides those of the optimizer; None where
         nothing limits them."""
         limit = None if self.loop is not None else self.options.memory
-        return None if limit is None else limit - self.options.copies * self.parts[0].trained
+        return None if limit is None else limit - self.options.copies * self.chunk_costs[0].trained
 
     def forget(self) -> None:
         """Drops the boxed graph, what is alive in it and the programs. They are made again on use."""
-        for name in ("programs", "parts"):
+        for name in ("programs", "chunk_costs"):
             vars(self).pop(name, None)
         for chunk in self.chunks:
             for name in ("unscheduled", "cut_shapes"):
@@ -303,9 +313,9 @@ class PlannedStep(Pipeline):
             raise VerifyError(f"{mistake}\n  {REPORT}")
         return edges
 
-    # --- what it costs -----------------------------------------------------------------------------------------------
+    # --- what it costs ------------------------------------------------------------------------------------------------
     @functools.cached_property
-    def parts(self) -> list[ChunkCost]:  # type: ignore[override]
+    def chunk_costs(self) -> list[ChunkCost]:  # type: ignore[override]
         """What each chunk costs."""
         return costs_of(self.chunks, self.in_loop, self.programs)
 
@@ -331,8 +341,11 @@ class PlannedStep(Pipeline):
         if self.loop is None:
             return self.annotated
         source = self.body or (self if len(self.chunks) == 1 else None)
+        parts = source is None or source.options.microbatches == 2 or (source.options.panels or 1) > 1
         return (
-            None if source is None else name_parts(source.annotated, self.loop, self.inner, self.options.dynamic or {})
+            None
+            if source is None or parts
+            else name_parts(source.annotated, self.loop, self.inner, self.options.dynamic or {})
         )
 
     @property
@@ -350,6 +363,6 @@ class PlannedStep(Pipeline):
         if self.named is None or self.loop is None:
             return mine
         return {
-            at: ChunkPrograms(with_dims(each.chunk, self.named), self.in_loop, self.overlaps)
+            at: ChunkPrograms(with_dims(each.chunk, self.named), self.in_loop, self.overlaps, goes_on=each.goes_on)
             for at, each in mine.items()
         }

@@ -29,7 +29,7 @@ from sbpc.mesh.states import REDUCE
 from sbpc.plans import plan_bytes, plan_file
 from sbpc.plans.options import Options
 from sbpc.plans.plan_file import Decoder
-from sbpc.plans.step_programs import EARLY, FORWARD, JOINT, LATE, PIECES, SAVED, StepPrograms, names_of
+from sbpc.plans.step_programs import EARLY, FORWARD, INTERFACES, JOINT, LATE, SAVED, StepPrograms, names_of
 
 if TYPE_CHECKING:
     from sbpc.plans.plan import Plan
@@ -153,7 +153,9 @@ def decode_kinds(decoder: Decoder, ports: Ports) -> dict[str, tuple[GraphModule,
     for name in names_of(ports):
         bodies = decoder.body["programs"].get(name, [])
         saved = (
-            [gm.meta["bounds"][early:] for gm in kinds[FORWARD]] if PIECES[name].reads == SAVED else [()] * len(bodies)
+            [gm.meta["bounds"][early:] for gm in kinds[FORWARD]]
+            if INTERFACES[name].reads == SAVED
+            else [()] * len(bodies)
         )
         kinds[name] = tuple(decoder.graph(body, True, bounds) for body, bounds in zip(bodies, saved))
     return kinds
@@ -202,7 +204,7 @@ def wrong_shapes(programs: Programs, outputs: list[Any]) -> Iterator[str]:
     ends = [(port, value, layout) for (port, layout), value in zip(programs.left.items(), outputs)]
     for name, kinds in programs.kinds.items():
         # by class: node, port, whole value, layout
-        piece, checked = PIECES[name], dict[int, list[tuple[Node, Port, Any, Any]]]()
+        piece, checked = INTERFACES[name], dict[int, list[tuple[Node, Port, Any, Any]]]()
         takes, leaves = (
             [item for item in each if item[0].kind in of] for each, of in ((given, piece.inputs), (ends, piece.outputs))
         )

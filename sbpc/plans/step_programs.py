@@ -35,7 +35,7 @@ SAVED, SUMMED = "saved values", "sums of gradients"
 GIVEN, EARLY, LATE = tuple(kind for kind in INPUTS if kind != TANGENT), (OUTPUT, MUTATION), (GRADIENT, INPUT_GRADIENT)
 
 
-class Piece(NamedTuple):
+class Interface(NamedTuple):
     """What a program is: the parts that it runs, and what goes in and comes out.
 
     reads: what another program has left for it, None for nothing; the inputs of some kinds come behind that, then
@@ -49,20 +49,20 @@ class Piece(NamedTuple):
     gives: str | None
 
 
-PIECES = {
-    JOINT: Piece(PARTS, None, INPUTS, OUTPUTS, None),
-    FORWARD: Piece((schedules.FORWARD,), None, GIVEN, EARLY, SAVED),
-    BACKWARD: Piece((schedules.INPUTS, WEIGHTS, AFTER), SAVED, (TANGENT,), LATE, None),
-    UNSENT: Piece((schedules.INPUTS, WEIGHTS), SAVED, (TANGENT,), (INPUT_GRADIENT,), SUMMED),
-    UNSENT_JOINT: Piece(PARTS[:-1], None, INPUTS, (*EARLY, INPUT_GRADIENT), SUMMED),
-    ENDING: Piece((AFTER,), SUMMED, (), (GRADIENT,), None),
+INTERFACES = {
+    JOINT: Interface(PARTS, None, INPUTS, OUTPUTS, None),
+    FORWARD: Interface((schedules.FORWARD,), None, GIVEN, EARLY, SAVED),
+    BACKWARD: Interface((schedules.INPUTS, WEIGHTS, AFTER), SAVED, (TANGENT,), LATE, None),
+    UNSENT: Interface((schedules.INPUTS, WEIGHTS), SAVED, (TANGENT,), (INPUT_GRADIENT,), SUMMED),
+    UNSENT_JOINT: Interface(PARTS[:-1], None, INPUTS, (*EARLY, INPUT_GRADIENT), SUMMED),
+    ENDING: Interface((AFTER,), SUMMED, (), (GRADIENT,), None),
 }
 
 
 def names_of(ports: Ports) -> tuple[str, ...]:
     """Returns the names of the programs of a step with these ports: without a backward the forward is all."""
     late = any(port.kind in (TANGENT, *LATE) for port in (*ports.inputs, *ports.outputs))
-    return tuple(PIECES) if late else (JOINT,)
+    return tuple(INTERFACES) if late else (JOINT,)
 
 
 class StepPrograms:
@@ -78,10 +78,11 @@ class StepPrograms:
             return self.plan.local_at(rank)
         plan, key = self.plan, (name, self.plan.chunk.shape_class(rank))
         if key not in self.made:
-            self.made[key] = plan.rewriter.localize(self.cut_out(PIECES[name]), plan.mesh, plan.mesh.coordinates(rank))
+            whole = self.cut_out(INTERFACES[name])
+            self.made[key] = plan.rewriter.localize(whole, plan.mesh, plan.mesh.coordinates(rank))
         return self.made[key]
 
-    def cut_out(self, piece: Piece) -> GraphModule:
+    def cut_out(self, piece: Interface) -> GraphModule:
         """Returns a program at global shapes."""
         gm, copies = self.plan.boxed, Copies()
         given, ends = placeholders(gm).items(), zip(self.plan.ports.outputs, results(gm))
@@ -106,7 +107,7 @@ class StepPrograms:
         """What programs leave for others."""
         found: dict[str | None, list[Node]] = {}
         for what, name, again in ((SAVED, BACKWARD, ()), (SUMMED, ENDING, self.fixed)):
-            piece, ends = PIECES[name], zip(self.plan.ports.outputs, results(self.plan.boxed))
+            piece, ends = INTERFACES[name], zip(self.plan.ports.outputs, results(self.plan.boxed))
             mine = [node for node, part in self.parts.items() if part in piece.which]
             read = [used for node in mine for used in node.all_input_nodes if used not in again]
             read += [node for port, node in ends if port.kind in piece.outputs and node is not None]

@@ -114,8 +114,7 @@ def kernel_work_of(node: Node, mesh: Mesh) -> Work:
     kernel = kernel_of(node)
     if kernel.free:
         return NOTHING
-    flops, moved = kernel_work(kernel, mesh.sizes)
-    return Work(COMPUTE, float(mesh.cluster.kernel_seconds(kernel.op, flops, moved)))
+    return Work(COMPUTE, float(mesh.cluster.kernel_seconds(kernel.op, *kernel_work(kernel, mesh.sizes))))
 
 
 def sends(node: Node, mesh: Mesh) -> bool:
@@ -128,15 +127,32 @@ def is_awaited(node: Node) -> bool:
     return any("awaits" in user.meta for user in node.users)
 
 
+Message = tuple[Hashable, str]  # of which program, and its name there, see `bucket_of`
+Left = tuple[tuple[str, Message, float], ...]  # what is on its way: its stream, and the seconds until it is there
+
+
 def timeline(boxed: GraphModule, mesh: Mesh) -> list[Event]:
     """Returns the events of one step of a boxed graph, in the order of its nodes."""
-    clock, found = Clock(mesh.cluster), list[tuple[Node, Work, Span]]()
-    for node, work in works(boxed, mesh).items():
+    return played(works(boxed, mesh), mesh)[0]
+
+
+def played(
+    work_of: Mapping[Node, Work], mesh: Mesh, owner: Hashable = None, before: Left = ()
+) -> tuple[list[Event], float, Left]:
+    """Returns the events of calls of a boxed graph, when all is done that is waited for, and what is on its way then.
+
+    owner: of the messages of these calls. before: what is on its way when they begin.
+    """
+    clock, found = Clock(mesh.cluster, before), list[tuple[Node, Work, Span]]()
+    for node, work in work_of.items():
         if "awaits" in node.meta:
-            clock.wait(bucket_of(node.all_input_nodes[0]))
+            clock.wait((owner, bucket_of(node.all_input_nodes[0])))
         if work.seconds:
-            found.append((node, work, clock.take(work, bucket_of(node), is_awaited(node))))
-    return [event_of(node, work.stream, span.start, span.end, mesh) for node, work, span in found]
+            found.append((node, work, clock.take(work, (owner, bucket_of(node)), is_awaited(node))))
+    events = [event_of(node, work.stream, span.start, span.end, mesh) for node, work, span in found]
+    left = clock.left()
+    ready = clock.now if before or left else makespan(events)
+    return events, ready, left
 
 
 @dataclass
@@ -156,12 +172,15 @@ class Clock:
     a message is called, the last collective of it. blocks: likewise the bytes of all.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, before: Left = ()) -> None:
         self.now, self.kernels, self.slow = 0.0, cluster.kernels_beside, cluster.links_beside
         self.start = cluster.start
         self.links: dict[str, list[Span]] = {stream: [] for stream in STREAMS if stream != COMPUTE}
         self.last: dict[Hashable, Span] = {}
         self.blocks: dict[Hashable, float] = {}
+        for stream, message, seconds in before:
+            self.last[message] = Span(0.0, seconds)
+            self.links[stream].append(self.last[message])
 
     def take(self, work: Work, message: Hashable, awaited: bool) -> Span:
         """Runs a kernel, or starts a collective as part of a message, which is waited for at once unless it is
@@ -182,9 +201,20 @@ class Clock:
             self.now += self.start
         return span
 
+    def left(self) -> Left:
+        """Returns the messages that are on their way, in order, with the seconds until each is there."""
+        named: dict[int, Any] = {id(span): message for message, span in self.last.items()}
+        return tuple(
+            (stream, named[id(span)], span.end - self.now)
+            for stream, queue in self.links.items()
+            for span in queue
+            if id(span) in named and span.end > self.now
+        )
+
     def wait(self, message: Hashable) -> None:
-        """Waits for all collectives of a message."""
-        self.now = max(self.now, self.last[message].end)
+        """Waits for all collectives of a message, unless it came before the calls began."""
+        if message in self.last:
+            self.now = max(self.now, self.last[message].end)
 
     def compute(self, seconds: float) -> None:
         """Runs a kernel that takes so long if nothing is on its way."""

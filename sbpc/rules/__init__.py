@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-# isort: skip
-from sbpc.rules.ops import attention, conv, decompositions, embedding, factories, index, loss, matmul, norm, pointwise
-
-from sbpc.rules.ops import reductions, views  # isort: skip
 from sbpc.rules.binding import Signature
 from sbpc.rules.match import Match, Phases
+from sbpc.rules.ops import (
+    attention,
+    conv,
+    decompositions,
+    embedding,
+    factories,
+    index,
+    loss,
+    matmul,
+    norm,
+    pointwise,
+    reductions,
+    views,
+)
 from sbpc.rules.registry import match, rule
 from sbpc.rules.two_phase import decomposition
 

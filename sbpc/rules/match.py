@@ -15,6 +15,7 @@ from torch.fx.node import map_aggregate
 
 from sbpc._compat import OpOverload
 from sbpc.graph.operands import named_arguments, with_arguments
+from sbpc.mesh.kernels import Attention, Product
 from sbpc.mesh.states import Ints, Names, State
 from sbpc.rules.binding import Bound, Signature, base
 from sbpc.rules.grammar import Rule
@@ -33,6 +34,9 @@ def overloads(names: str) -> tuple[OpOverload, ...]:
     """The ops of ATen that a text names, as in "topk add.Tensor"."""
     parts = (name.partition(".") for name in names.split())
     return tuple(getattr(getattr(aten, name), overload or "default") for name, _, overload in parts)
+
+
+PRODUCTS = frozenset(overloads("_grouped_mm addmm baddbmm bmm einsum linear mm"))
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,41 @@ class Match:
         top, _, bottom = number.partition("/")
         found = math.prod((local[factor] for factor in chosen), start=int(top))
         return found / int(bottom) if bottom else found
+
+    def shape(self, local: Arguments, cut: Arguments) -> Product | Attention | None:
+        """The shape of the op's work at these factor sizes; None where its time depends on flops and bytes alone.
+        cut: factor -> whether it is split, by label or not."""
+        if self.causal is not None:
+            b, g, r, s, t = (local[name] for name in "bgrst")
+            whole = (1 - cut.get("s", False)) * (1 - cut.get("t", False))
+            return Attention(b * g * r * s * t, t, self.causal * whole, "backward" in str(self.op))
+        if self.product is None:
+            return None
+        batch, rows, columns, depth, groups = (
+            math.prod((local[name] for name in names), start=1.0) for names in self.product
+        )
+        return Product(batch * groups, rows / groups, columns, depth)
+
+    @cached_property
+    def causal(self) -> bool | None:
+        """Whether an attention leaves out pairs, where nothing that it masks is split; None for other ops."""
+        attends = {*"bgrst"} <= self.sizes.keys() and "attention" in str(self.op) and self.space > 0
+        return bool(self.shifts) if attends else None
+
+    @cached_property
+    def product(self) -> tuple[Names, ...] | None:
+        """The factors of batch, rows, columns, depth and groups of a product of two operands; None for other ops.
+        Groups share out the rows."""
+        held = [{factor for dim in value.dims or () for factor in dim.factors} for value in self.bound.values]
+        summed = {factor for factor in self.points if factor not in held[-1]}
+        first, *rest = [factors for factors in held[:-1] if summed & factors] or [set()]
+        if self.op not in PRODUCTS or len(rest) != 1:
+            return None
+        places = {(1, 1, 1): 0, (1, 0, 1): 1, (0, 1, 1): 2, (1, 1, 0): 3}
+        found: list[list[str]] = [[], [], [], [], []]
+        for factor in self.points:
+            found[places.get((factor in first, factor in rest[0], factor in held[-1]), 4)].append(factor)
+        return tuple(map(tuple, found))
 
     @cached_property
     def each(self) -> int:

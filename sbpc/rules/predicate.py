@@ -7,8 +7,8 @@ import ast
 # Names, constants and lists of them, compared and joined; no calls, no attributes, so evaluating a stranger's predicate
 # runs nothing.
 ALLOWED = (
-    ast.Expression, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.Name, ast.Constant, ast.List, ast.boolop, ast.Not, ast.USub,
-    ast.cmpop, ast.Load,
+    ast.Expression, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.Name, ast.Constant, ast.List, ast.boolop, ast.Not,
+    ast.USub, ast.cmpop, ast.Load,
 )  # fmt: skip
 
 

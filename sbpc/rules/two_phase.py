@@ -1,9 +1,8 @@
 """Two-phase splits: an op taken apart into ATen calls, in which a factor may be split that the op alone cannot bear.
 
-A softmax over a split dim takes each rank's maxima, then the largest of them, each rank's sum, then the sum of
-those. The calls are traced at global shapes from a plain function, and each signature of the op gives every one of
-them a signature by its ordinary rule; where a factor is split through the function, what comes out P is boxed to B
-at once.
+A softmax over a split dim takes each rank's maxima, then the largest of them, each rank's sum, then the sum of those.
+The calls are traced at global shapes from a plain function, and each signature of the op gives every one of them a
+signature by its ordinary rule; where a factor is split through the function, what comes out P is boxed to B at once.
 """
 
 from __future__ import annotations

@@ -2,11 +2,10 @@
 costs change.
 
 Messages on the folded problem itself would bound only plans in which a class has one label. So the multipliers are
-found in two steps. In a chain of equal blocks, the first block meets another value than the rest. First the blocks
-are solved as if there were no ends: every class meets the values that most of its members meet. Then the classes
-with one member, the ends, are solved with the multipliers of the blocks as they are. `sbpc.solver.proof` computes
-the bound of the whole problem from all multipliers. If every class has one member, the first step is the whole
-problem.
+found in two steps. In a chain of equal blocks, the first block meets another value than the rest. First the blocks are
+solved as if there were no ends: every class meets the values that most of its members meet. Then the classes with one
+member, the ends, are solved with the multipliers of the blocks as they are. `sbpc.solver.proof` computes the bound of
+the whole problem from all multipliers. If every class has one member, the first step is the whole problem.
 """
 
 from __future__ import annotations
@@ -166,8 +165,7 @@ def certify(problem: Problem, finer: Sequence[int], seconds: float, limit: float
     return min(best[0], seconds), best[1]
 
 
-# --- the problems that messages solve, and multipliers from them
-# -----------------------------------------------------------
+# --- the problems that messages solve, and multipliers from them ------------------------------------------------------
 @dataclass(eq=False)
 class SubProblem:
     """A problem made of a part of a folded one.

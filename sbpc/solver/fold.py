@@ -24,9 +24,8 @@ Slot = tuple[int, int]  # a class, and the number of the port where its members 
 class Bundle:
     """Values of the whole problem that run between the same classes, so that the folded problem has one value for them.
 
-    slots: where they meet classes, the producer first. multiplicity: by slot, how many members of the class each
-    value meets. count: how many values they are. closure: of one of them. share_key: of their cost shares, see
-    `Proof`.
+    slots: where they meet classes, the producer first. multiplicity: by slot, how many members of the class each value
+    meets. count: how many values they are. closure: of one of them. share_key: of their cost shares, see `Proof`.
     """
 
     slots: list[Slot]

@@ -142,8 +142,7 @@ def solve(
 
     starts: plans to begin from. classes: a number per variable; variables of one number are solved as one. finer:
     classes in which the ends of runs of equal blocks are on their own, for a better bound. Unless `exact` is false,
-    these are tried, and the plan is known to be the best one if few labels of the unfolded problem lie below the
-    gap.
+    these are tried, and the plan is known to be the best one if few labels of the unfolded problem lie below the gap.
     """
     validate(problem)
     if not problem.variables:

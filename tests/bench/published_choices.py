@@ -1,8 +1,7 @@
 """What the search chooses beside what Megatron-LM published: `python -m tests.bench.published_choices FILE [models]`.
 
 FILE holds Megatron-LM SC21 table 1 (arXiv 2104.04473) as `tests.bench.published` reads it: for ten models the ranks of tensor and pipe
-that its authors took on so many A100 of 80 GB. The cluster has the constants that `tests.bench.published FILE seconds` fits. Each model
-is searched with everything recomputed, as there. Printed are the best row, the best one with the published ranks of tensor and pipe, and
+that its authors took on so many A100 of 80 GB. Each model is searched with everything recomputed, as there. Printed are the best row, the best one with the published ranks of tensor and pipe, and
 how much longer that takes.
 """
 
@@ -12,7 +11,6 @@ import functools
 import json
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +22,11 @@ from sbpc.api.short_model import short_model
 from sbpc.api.strategies import Search, StrategyRow
 from sbpc.mesh.cluster import Cluster, named_cluster
 from sbpc.plans.options import FULL
-from tests.bench.published import APART, OBJECTIVES, SEQ, VOCAB, Decoder, Rates, fit, measured, rows_of
+from tests.bench.published import SEQ, VOCAB, Decoder, rows_of
 from tests.bench.zoo import tokens
 
 MEMORY, CLOSE = 80e9, 1.05
 SECONDS = 60.0  # of CPU, of a search
-
-
-def fitted(rows: list[dict[str, Any]]) -> Rates:
-    """The constants, fitted on every third row."""
-    chosen = [row for at, row in enumerate(rows) if at % 3 == 0 and row["model"] != APART]
-    return fit(chosen, [measured(row, OBJECTIVES[True]) for row in chosen])
-
-
-def a100(rates: Rates) -> Cluster:
-    """The cluster of these constants."""
-    sheet = named_cluster("a100")
-    return replace(
-        sheet, peak=sheet.peak / rates[0], memory_bandwidth=sheet.memory_bandwidth / rates[1],
-        intra_bandwidth=sheet.intra_bandwidth / rates[2], inter_bandwidth=sheet.inter_bandwidth / rates[2],
-    )  # fmt: skip
 
 
 def choices(row: dict[str, Any], cluster: Cluster) -> tuple[StrategyRow, StrategyRow]:
@@ -69,7 +52,7 @@ def told(row: StrategyRow) -> str:
 def main() -> None:
     """Prints the models."""
     rows, names = rows_of(json.loads(Path(sys.argv[1]).read_text())), sys.argv[2:]
-    cluster, close = a100(fitted(rows)), []
+    cluster, close = named_cluster("a100"), []
     table = [row for row in rows if "tflops_per_gpu" in row and (not names or row["model"] in names)]
     for row in table:
         start = time.process_time()

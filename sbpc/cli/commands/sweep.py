@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from sbpc.cli.output import print_json, quiet, table_of
 from sbpc.cli.target import split_target
 from sbpc.inspect.tables import quantity
 from sbpc.plans.options import NONE, RECOMPUTE
+from sbpc.plans.usage import Usage
 
 NAME = "sweep"
 HELP = "rank every mesh of a number of devices by the plan found on it"
@@ -91,18 +93,33 @@ def run(options: argparse.Namespace) -> int:
 def row_json(row: SweepRow | StrategyRow) -> dict[str, Any]:
     """Returns a mesh and its cost, or a strategy and what it is made of, as JSON values."""
     if isinstance(row, StrategyRow):
-        seconds = ("compute_seconds", "exposed_seconds", "bubble_seconds", "recompute_seconds", "lower_bound")
+        seconds = (
+            "compute_seconds",
+            "exposed_seconds",
+            "bubble_seconds",
+            "recompute_seconds",
+            "optimizer_seconds",
+            "lower_bound",
+        )
         asked = ("stages", "schedule", "microbatches", "recompute", "cost", *seconds, "memory")
-        return {"mesh": dict(zip(row.mesh.axes, row.mesh.sizes)), **{name: getattr(row, name) for name in asked}}
+        told = {name: getattr(row, name) for name in asked}
+        return {"mesh": dict(zip(row.mesh.axes, row.mesh.sizes)), **told, **usage_json(row.usage)}
     cost = row.plan.cost
     return {
         "mesh": dict(zip(row.mesh.axes, row.mesh.sizes)),
         "cost": row.cost,
         "seconds": cost.seconds,
+        "optimizer_seconds": cost.optimizer_seconds,
+        **usage_json(row.plan.usage),
         "gap": cost.gap,
         "bytes_sent": cost.bytes_sent,
         "memory": cost.memory,
     }
+
+
+def usage_json(usage: Usage | None) -> dict[str, Any]:
+    """Returns the share of the peak, and tokens or samples a second a device, as JSON."""
+    return {"usage": None if usage is None else asdict(usage)}
 
 
 def refused_json(each: Refused) -> dict[str, Any]:
@@ -125,15 +142,25 @@ def refused_lines(refused: Sequence[Refused]) -> list[str]:
     return lines
 
 
+RATES = ("MFU", "a second, a device")
+
+
+def rates(usage: Usage | None) -> tuple[str, str]:
+    """Returns the cells of RATES."""
+    return ("", "") if usage is None else (f"{100 * usage.mfu:.1f} %", f"{quantity(usage.rate, '')} {usage.unit}")
+
+
 def table(rows: list[SweepRow]) -> Table:
     """Returns a table of the best meshes."""
-    made = table_of(("mesh", "seconds", "communicating", "bytes sent", "memory", "gap"), left=("mesh",))
+    made = table_of(("mesh", "seconds", "communicating", "bytes sent", "memory", "gap", *RATES), left=("mesh",))
     for row in rows:
         cost = row.plan.cost
         sent = quantity(sum(cost.bytes_sent.values()), "B")
         mesh = ",".join(f"{name}={size}" for name, size in zip(row.mesh.axes, row.mesh.sizes))
-        seconds = f"{cost.seconds:.3g}", f"{cost.comm_seconds:.3g}"
-        made.add_row(mesh, *seconds, sent, quantity(cost.memory["total"], "B"), f"{100 * cost.gap:.2f} %")
+        seconds = f"{cost.step_seconds:.3g}", f"{cost.comm_seconds:.3g}"
+        made.add_row(
+            mesh, *seconds, sent, quantity(cost.memory["total"], "B"), f"{100 * cost.gap:.2f} %", *rates(row.plan.usage)
+        )
     return made
 
 
@@ -150,6 +177,7 @@ def strategies_table(rows: list[StrategyRow]) -> Table:
         "exposed",
         "bubble",
         "memory",
+        *RATES,
     )
     made = table_of(names, left=("mesh", "schedule", "recompute"))
     for row in rows:
@@ -160,5 +188,5 @@ def strategies_table(rows: list[StrategyRow]) -> Table:
             str(row.microbatches),
             *([row.recompute] if again else []),
         )
-        made.add_row(*asked, f"{row.cost:.3g}", *figures, quantity(row.memory["total"], "B"))
+        made.add_row(*asked, f"{row.cost:.3g}", *figures, quantity(row.memory["total"], "B"), *rates(row.usage))
     return made

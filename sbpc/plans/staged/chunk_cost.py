@@ -17,11 +17,11 @@ from sbpc.graph.operands import value_of
 from sbpc.graph.ports import BUFFER, GRADIENT, PARAMETER, SEED, Port, placeholders
 from sbpc.plans.chunk import Chunk
 from sbpc.plans.measure import comm_totals, compute_totals, kernels_and_transfers, layout_at, sum_kernel
-from sbpc.plans.staged.chunk_programs import ChunkPrograms
-from sbpc.plans.staged.part_memory import ADDED, GATHERED, HOME, LEFT, SAVED, bytes_at, kept_by, rise
-from sbpc.plans.staged.schedules import FORWARD, WEIGHTS
+from sbpc.plans.staged.chunk_programs import ChunkPrograms, late_in
+from sbpc.plans.staged.part_memory import ADDED, GATHERED, HOME, LEFT, SAVED, Kind, bytes_at, in_flight, kept_by, rise
+from sbpc.plans.staged.schedules import FORWARD, LATE, WEIGHTS
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
-from sbpc.plans.timeline import COMPUTE, busy_seconds, makespan, timeline
+from sbpc.plans.timeline import COMPUTE, Left, Work, bucket_of, busy_seconds, makespan, played, timeline, works
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class ProgramCost:
 
     seconds: from its start to its end. busy: those in which it computes, longer where collectives run beside.
     compute, comm: what kernels and collectives take by themselves. flops, flops_one_device: of a rank, and of one
-    device doing it all. again: seconds of computing values again. sent: bytes by axis.
+    device doing it all. again, flops_again: seconds of computing values again, and one device's flops. sent: bytes by
+    axis.
     """
 
     seconds: float = 0.0
@@ -40,6 +41,7 @@ class ProgramCost:
     flops: float = 0.0
     flops_one_device: float = 0.0
     again: float = 0.0
+    flops_again: float = 0.0
     sent: Counter[str] = field(default_factory=Counter)
 
     @classmethod
@@ -50,7 +52,7 @@ class ProgramCost:
         kernels, again, transfers = kernels_and_transfers(gm.graph.nodes)
         compute, flops, one_device = compute_totals(kernels, mesh)
         comm, sent = comm_totals(transfers, mesh)
-        again_seconds, _, _ = compute_totals(again, mesh)
+        again_seconds, _, flops_again = compute_totals(again, mesh)
         return cls(
             makespan(events),
             busy_seconds(events)[COMPUTE],
@@ -59,6 +61,7 @@ class ProgramCost:
             flops,
             one_device,
             again_seconds,
+            flops_again,
             Counter(sent),
         )
 
@@ -68,20 +71,23 @@ class ChunkCost:
     """What a chunk costs on the busiest rank.
 
     homes: bytes by parameter. trained: of trained ones. buffers: of these, and of the seed of random numbers. held:
-    the bytes of a kind that stays while other programs run, see `kept_by`; a program that brings the first gradients
+    the bytes of a kind that stays while other programs run, see `kept_by`, or of what
+    comes late of some parts, whose gradients may be the first ones; a program that brings the first gradients
     home keeps no sums but those that are LEFT. program: by parts of a step, what the program costs that runs these.
-    rise: the most bytes that this has alive besides what is there before, and those of them between its forward and
-    its backward; whether its gradients are the first ones. adds: seconds in which the gradients of a micro-batch are
-    added to others.
+    run: by parts, by what their messages are called, and by what is on its way before, the seconds that this takes
+    and what is on its way then; as often as LATE is among the parts, so many pieces of what comes late are done. late:
+    by parts and piece of what comes late the messages that this waits for.
     """
 
     homes: dict[str, int]
     trained: int
     buffers: int
-    held: Callable[[str], int]
+    held: Callable[[Kind], int]
     program: Callable[[Parts], ProgramCost]
     rise: Callable[[Parts, bool], tuple[int, int]]
     adds: Callable[[], float]
+    run: Callable[[Parts, Hashable, Left], tuple[float, Left]]
+    late: Callable[[Parts], Sequence[frozenset[str]]]
 
     @classmethod
     def of(cls, programs: ChunkPrograms) -> ChunkCost:
@@ -104,7 +110,33 @@ class ChunkCost:
 
         @functools.cache
         def most(which: Parts, first: bool) -> tuple[int, int]:
-            return rise(programs, which, programs.program(which, not first).gm)
+            return rise(programs, which, programs.program(which, not first))
+
+        @functools.cache
+        def waiting(which: Parts, first: bool) -> int:
+            life, storages = in_flight(programs, which, programs.program(which, not first))
+            return sum(map(life.size.__getitem__, storages))
+
+        def begins(which: Parts, first: bool) -> bool:
+            return first and (which == PARTS or bool(programs.makes(which)))
+
+        @functools.cache
+        def work_of(which: Parts, piece: int) -> dict[Node, Work]:
+            gm = programs.program(which).gm
+            late = late_in(gm)
+            return {node: work for node, work in works(gm, chunk.mesh).items() if late.get(node, 0) == piece}
+
+        @functools.cache
+        def run(which: Parts, owner: Hashable, before: Left) -> tuple[float, Left]:
+            work = work_of(programs.of(which), which.count(LATE)) if which else {}
+            return played(work, chunk.mesh, owner, before)[1:]
+
+        def waits(which: Parts) -> list[frozenset[str]]:
+            late, found = late_in(programs.program(which).gm), dict[int, set[str]]()
+            for node, piece in late.items():
+                messages = found.setdefault(piece, set())
+                messages |= {bucket_of(node.all_input_nodes[0])} if "awaits" in node.meta else set()
+            return [frozenset(messages) for messages in found.values()]
 
         def adds() -> float:
             return compute_totals(Counter(map(sum_kernel, programs.summed)), chunk.mesh)[0]
@@ -113,10 +145,12 @@ class ChunkCost:
             homes,
             trained,
             buffers,
-            lambda kind: int(kept()[kind]),
+            lambda kind: int(kept()[kind]) if isinstance(kind, str) else waiting(kind[0], begins(*kind)),
             lambda which: program(programs.of(which)),
-            lambda which, first: most(which, first and (which == PARTS or bool(programs.makes(which)))),
+            lambda which, first: most(which, begins(which, first)),
             functools.cache(adds),
+            run,
+            functools.cache(lambda which: waits(which) if programs.of(which) else []),
         )
 
 
@@ -179,7 +213,7 @@ def together(costs: Sequence[ChunkCost]) -> ChunkCost:
             if side in which and main in which:
                 seconds = beside(costs, which, side)
         sent = sum((one.sent for one in each), Counter[str]())
-        names = "busy", "compute", "comm", "flops", "flops_one_device", "again"
+        names = "busy", "compute", "comm", "flops", "flops_one_device", "again", "flops_again"
         return ProgramCost(seconds, sent=sent, **{name: sum(getattr(one, name) for one in each) for name in names})
 
     @functools.cache
@@ -198,6 +232,8 @@ def together(costs: Sequence[ChunkCost]) -> ChunkCost:
         program,
         most,
         lambda: sum(cost.adds() for cost in costs),
+        lambda which, owner, before: (program(which).seconds, ()),
+        lambda which: (),
     )
 
 

@@ -13,10 +13,11 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from sbpc.graph.about import about
-from sbpc.graph.operands import ADD, is_sum
+from sbpc.graph.operands import ADD, ancestors, is_sum
 from sbpc.graph.ports import (
     BUFFER,
     GRADIENT,
@@ -30,12 +31,13 @@ from sbpc.graph.ports import (
     placeholders,
     results,
 )
-from sbpc.graph.rewrite import Copies, called
+from sbpc.graph.rewrite import Copies, called, rebuild
 from sbpc.plans.chunk import Chunk
 from sbpc.plans.measure import dims_at, layout_at
 from sbpc.plans.memory import Life
 from sbpc.plans.staged.schedules import INPUTS, WEIGHTS
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts, calls_in, parts_of, summand
+from sbpc.plans.timeline import bucket_of, is_awaited
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,10 @@ class Program:
     """The boxed graph of some parts of a step, and the names of the values that it reads and gives.
 
     reads: in the order of its placeholders. sums: of the gradients whose sums so far are its last placeholders.
-    added: those of `sums` to which the program adds a gradient of its own. gives: of its outputs.
+    added: those of `sums` to which the program adds a gradient of its own. gives: of its outputs. late: by piece, those
+    of `gives` that are still on their way home when all else is done. Their calls stand last, in pieces: each waits for
+    what the pieces before it sent, and may run whenever other programs have run meanwhile. `gm.meta["late"]` names
+    the first node of each.
     """
 
     gm: GraphModule
@@ -51,23 +56,31 @@ class Program:
     sums: tuple[str, ...]
     added: tuple[str, ...]
     gives: tuple[str, ...]
+    late: tuple[tuple[str, ...], ...] = ()
 
 
 class ChunkPrograms:
     """The programs of a chunk, made on first use.
 
-    in_loop: see `parts_of`. overlaps: whether collectives run beside computing. budget: see `schedule`. parts: by
-    node of the boxed graph. homes: by node in which a gradient ends, the node whose values add up. accumulated,
-    home: by port of a gradient, their names. fixed, own: by port of what all micro-batches read, and of what each
-    has of its own, the name. outputs: by port of an OUTPUT.
+    in_loop: see `parts_of`. overlaps: whether collectives run beside computing. budget: see `schedule`. goes_on:
+    whether its stage has other chunks to run while its gradients are on their way home. parts: by node of the boxed
+    graph. homes: by node in which a gradient ends, the node whose values add up. accumulated, home: by port of a
+    gradient, their names. fixed, own: by port of what all micro-batches read, and of what each has of its own, the
+    name. outputs: by port of an OUTPUT.
     """
 
     def __init__(
-        self, chunk: Chunk, in_loop: Container[Port], overlaps: bool, budget: Callable[[], float | None] = lambda: None
+        self,
+        chunk: Chunk,
+        in_loop: Container[Port],
+        overlaps: bool,
+        budget: Callable[[], float | None] = lambda: None,
+        goes_on: bool = False,
     ) -> None:
-        self.chunk, self.in_loop, self.overlaps, self.budget = chunk, in_loop, overlaps, budget
+        self.chunk, self.in_loop, self.overlaps, self.budget, self.goes_on = chunk, in_loop, overlaps, budget, goes_on
         self.known = dict[tuple[Parts, bool], Program]()
         self.local = dict[tuple[Parts, bool, Any], GraphModule]()
+        self.parted = dict[tuple[Parts, bool, Any], list[GraphModule]]()
 
     @functools.cached_property
     def boxed(self) -> GraphModule:
@@ -119,7 +132,7 @@ class ChunkPrograms:
 
     def of(self, which: Iterable[str]) -> Parts:
         """Returns those of some parts that have any call; all of them where they are the whole step."""
-        return PARTS if which == PARTS else tuple(part for part in which if self.calls[part])
+        return PARTS if which == PARTS else tuple(part for part in which if self.calls.get(part))
 
     @functools.cached_property
     def before(self) -> frozenset[str]:
@@ -148,7 +161,7 @@ class ChunkPrograms:
                 self.known[which, adding] = whole(self.boxed, self.scheduled(self.boxed))
             elif adding:
                 program = extracted(self, which)
-                self.known[which, adding] = replace(program, gm=self.scheduled(program.gm))
+                self.known[which, adding] = late_last(self, which, replace(program, gm=self.scheduled(program.gm)))
             else:
                 self.known[which, adding] = without_sums(self, which, self.program(which))
         return self.known[which, adding]
@@ -164,6 +177,16 @@ class ChunkPrograms:
         if key not in self.local:
             self.local[key] = self.chunk.rewriter.localize(self.program(which, adding).gm, mesh, mesh.coordinates(rank))
         return self.local[key]
+
+    def pieces_at(self, which: Parts, adding: bool, rank: int) -> list[GraphModule]:
+        """Returns the program of a rank up to what comes late, and the pieces of that. Each but the first reads what
+        the one before it leaves behind its own results."""
+        key = self.of(which), adding, self.chunk.shape_class(rank)
+        if key not in self.parted:
+            program, gm = self.program(which, adding), self.local_at(which, adding, rank)
+            last = {name: piece for piece, names in enumerate(program.late, 1) for name in names}
+            self.parted[key] = parted(gm, [last.get(name, 0) for name in program.gives]) if program.late else [gm]
+        return self.parted[key]
 
     @functools.cached_property
     def life(self) -> Life:
@@ -197,11 +220,11 @@ def extracted(chunk: ChunkPrograms, which: Parts) -> Program:
     for node in reads:
         copies[node] = copies.given(node.name, value_meta(node))
     for node in sums:
-        totals[node] = copies.given(f"sum_{node.name}", value_meta(node))
+        totals[node] = copies.given(f"sum_{node.name}", sum_meta(node))
     for node in body:
         copies.keep(node, (ChainMap(totals, copies) if parts[node] == AFTER else copies).__getitem__)
         if parts[node] in which and node in summed:
-            meta = about(node) | value_meta(node)
+            meta = about(node) | sum_meta(node)
             totals[node] = called(copies.graph, ADD, (totals[node], copies[node]), {}, f"add_{node.name}", meta)
     gives = [node for node in body if parts[node] in which and is_given(chunk, node, which)]
     copies.left(gives)
@@ -209,14 +232,87 @@ def extracted(chunk: ChunkPrograms, which: Parts) -> Program:
     late = (INPUTS, WEIGHTS)  # what they made comes in as a tangent does
     inputs = [known.get(node, Port(TANGENT if parts[node] in late else INPUT, node.name)) for node in reads]
     inputs += [Port(TANGENT, f"sum_{node.name}") for node in sums]
-    names = [tuple(node.name for node in nodes) for nodes in (reads, sums, made, gives)]
-    return Program(with_ports(gm, copies, inputs, names[3]), *names)
+    read, so_far, added, given = (tuple(node.name for node in nodes) for nodes in (reads, sums, made, gives))
+    return Program(with_ports(gm, copies, inputs, given), read, so_far, added, given)
+
+
+def late_last(chunk: ChunkPrograms, which: Parts, program: Program) -> Program:
+    """Returns a program with what waits for gradients on their way home behind all else, in pieces: what sends again
+    as soon as it may, and at last what sends nothing more."""
+    if AFTER not in which or len(which) == 1 or not chunk.overlaps or not chunk.goes_on:
+        return program
+    home, level = {node.name for node in chunk.calls[AFTER]}, dict[Node, int]()
+    calls = [node for node in program.gm.graph.nodes if node.op != "output"]
+    together = dict[str, list[Node]]()  # by message what it begins with
+    for node in calls:
+        together.setdefault(bucket_of(node), []).append(node)
+    for node in calls:
+        start = node.all_input_nodes[0] if "awaits" in node.meta else node
+        if start.name in home:
+            before = [used for each in together[bucket_of(node)] for used in each.all_input_nodes]
+            level[node] = max((level.get(used, 0) for used in before), default=0) + (start is not node)
+    sending = ancestors(node for node in level if is_awaited(node))
+    last = 1 + max((each for node, each in level.items() if node in sending), default=0)
+    pieces = {node: each if node in sending or not each else last for node, each in level.items()}
+    if last not in pieces.values():
+        return program
+    gm = rebuild(program.gm, order=sorted(calls, key=lambda node: pieces.get(node, 0)))
+    first = {piece: node.name for node, piece in reversed(pieces.items())}
+    gm.meta["late"] = [first[piece] for piece in range(1, last + 1)]
+    piece_of = {name: pieces.get(node) for name, node in zip(program.gives, results(program.gm)) if node is not None}
+    late = [tuple(name for name, piece in piece_of.items() if piece == at) for at in range(1, last + 1)]
+    return replace(program, gm=gm, late=tuple(late))
+
+
+def late_in(gm: GraphModule) -> dict[Node, int]:
+    """Returns by node of a program that comes late the number of its piece, from 1 on."""
+    found, begins, piece = dict[Node, int](), {name: at for at, name in enumerate(gm.meta.get("late", ()), 1)}, 0
+    for node in gm.graph.nodes if begins else ():
+        piece = begins.get(node.name, piece)
+        if piece and node.op != "output":
+            found[node] = piece
+    return found
+
+
+def parted(gm: GraphModule, piece_of: Sequence[int]) -> list[GraphModule]:
+    """Returns the pieces of the program of a rank, see `Program`. piece_of: by result in which it is made."""
+    nodes, ends, late = list(gm.graph.nodes)[:-1], results(gm), late_in(gm)
+    count = len(gm.meta["late"]) + 1
+    # what a collective reads is alive until something waits for it
+    read = [(late.get(node, 0), used) for node in nodes for used in (*node.all_input_nodes, *awaited(node))]
+    read += [(piece, node) for node, piece in zip(ends, piece_of) if node is not None]
+    last = dict[Node, int]()
+    for piece, used in read:
+        last[used] = max(piece, last.get(used, 0))
+    found, crossing = list[GraphModule](), list[Node]()
+    for piece in range(count):
+        copies = Copies()
+        for node in crossing:
+            copies[node] = copies.given(node.name, node.meta)
+        for node in nodes:
+            if late.get(node, 0) == piece:
+                copies.keep(node)
+        crossing = [node for node in nodes if node in copies and last.get(node, 0) > piece]
+        copies.left([*(node for node, each in zip(ends, piece_of) if each == piece), *crossing])
+        found.append(copies.module(gm))
+    return found
+
+
+def awaited(node: Node) -> list[Node]:
+    """Returns what the collective reads that a node of a rank's program waits for."""
+    return node.all_input_nodes[0].all_input_nodes if "wait_tensor" in str(node.target) else []
 
 
 def value_meta(node: Node) -> dict[str, Any]:
     """Returns what a node that stands for a value of another says of it."""
     dims = dims_at(node)
     return {"val": node.meta["val"], "sbp": layout_at(node)} | ({"dims": (dims,)} if dims else {})
+
+
+def sum_meta(node: Node) -> dict[str, Any]:
+    """Returns what a sum of gradients says of itself, whose elements lie in order, whatever a gradient's do."""
+    value = node.meta["val"]
+    return value_meta(node) | {"val": torch.empty(value.shape, dtype=value.dtype, device="meta")}
 
 
 def is_given(chunk: ChunkPrograms, node: Node, which: Parts) -> bool:
@@ -245,7 +341,8 @@ def without_sums(chunk: ChunkPrograms, which: Parts, program: Program) -> Progra
     copies.graph.output(tuple(ends.values()))
     inputs = [port for port, node in zip(program.gm.meta["ports"].inputs, stored) if node not in dropped]
     sums = tuple(name for name in program.sums if name not in program.added)
-    return Program(with_ports(program.gm, copies, inputs, ends), program.reads, sums, (), tuple(ends))
+    late = tuple(tuple(name for name in names if name in ends) for names in program.late)
+    return Program(with_ports(program.gm, copies, inputs, ends), program.reads, sums, (), tuple(ends), late)
 
 
 def with_ports(gm: GraphModule, copies: Copies, inputs: Sequence[Port], gives: Iterable[str]) -> GraphModule:

@@ -29,7 +29,7 @@ class Estimate(Pipeline):
     axis: str
     schedule: str
     count: int
-    parts: Sequence[ChunkCost]
+    chunk_costs: Sequence[ChunkCost]
     arrivals: Sequence[Sequence[Arrival]]
     lower_bound: float = 0.0
     options: Options = field(default_factory=Options)
@@ -59,9 +59,9 @@ def repeated(
     chunks = len(owners(schedule, mesh.sizes[mesh.axis(axis)]))
     if len(row) < chunks:
         raise PlanError(f"{chunks} chunks of a model of {len(row)} blocks\n  Give fewer stages.")
-    seconds = [sum(part.program(RUNS[kind]).seconds for kind in (FORWARD, BACKWARD)) for part in plan.parts]
+    seconds = [sum(part.program(RUNS[kind]).seconds for kind in (FORWARD, BACKWARD)) for part in plan.chunk_costs]
     ends = even_ends([seconds[at] for at in row], chunks)
-    joined = functools.cache(lambda blocks: together([plan.parts[at] for at in blocks]))
+    joined = functools.cache(lambda blocks: together([plan.chunk_costs[at] for at in blocks]))
     parts = [joined(tuple(row[a:b])) for a, b in itertools.pairwise(ends)]
     arrivals: list[list[Arrival]] = [[] for _ in parts]
     for chunk, at in enumerate(row[end - 1] for end in ends[1:-1]):

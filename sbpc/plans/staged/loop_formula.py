@@ -8,6 +8,7 @@ has a dim batch / m.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -24,13 +25,13 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.plans.chunk import Chunk
 from sbpc.plans.cost import Kernel, Terms, Transfer
 from sbpc.plans.measure import dims_at, kernels_and_transfers, layout_at, sum_kernel
-from sbpc.plans.memory import POSITION, Life
+from sbpc.plans.memory import POSITION
 from sbpc.plans.memory_formula import largest, local, moments_of, storage_formulas, total
-from sbpc.plans.staged.chunk_programs import ChunkPrograms
+from sbpc.plans.staged.chunk_programs import ChunkPrograms, Program
 from sbpc.plans.staged.loop import Loop
-from sbpc.plans.staged.part_memory import arrivals, kept_by
+from sbpc.plans.staged.part_memory import Kind, in_flight, kept_by, scope
 from sbpc.plans.staged.pipeline_cost import Pipeline
-from sbpc.plans.staged.schedules import STEP
+from sbpc.plans.staged.schedules import BREADTH_FIRST, LATE, STEP
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
 from sbpc.plans.symbolic_sizes import formula, name_dims, symbol
 
@@ -122,16 +123,16 @@ def calls_of(plan: Pipeline, programs: ChunkPrograms, count: T) -> Iterator[tupl
 
 def memory_formula(plan: Pipeline, chunks: Chunks, sizes: Sequence[sympy.Symbol]) -> sympy.Expr:
     """Returns the bytes of a stage at its peak as `Pipeline.memory_of` counts them, with as many micro-batches in
-    flight as in this plan; for "gpipe", in which all are, with as many fewer than `m`.
+    flight as in this plan; where all are, as with "gpipe", with as many fewer than `m`.
     """
     of = {at: ChunkMemory(chunk, sizes) for at, chunk in chunks.items()}
     peaks: dict[Any, None] = {}
     stage = plan.owners[next(iter(chunks))]
     for moment in plan.moments(stage):
         flying = {key: times for key, times in moment.flying.items() if times}
-        more = symbol(M) - plan.count if plan.schedule == "gpipe" else 0
+        more = symbol(M) - plan.count if plan.schedule.startswith(("gpipe", BREADTH_FIRST)) else 0
         held = sympy.Add(*((times + more) * of[at].kept[kind] for (at, kind), times in sorted(flying.items())))
-        held += sympy.Add(*(of[at].kept[kind] for at, kind in moment.once))
+        held += sympy.Add(*(of[at].held(kind) for at, kind in moment.once))
         for rise in of[moment.chunk].rises(moment.which, moment.first) if moment.which else [sympy.Integer(0)]:
             peaks[held + rise] = None
     if plan.schedule == STEP:  # what the optimizer's step reads together
@@ -166,13 +167,27 @@ class ChunkMemory:
     def rises(self, which: Parts, first: bool) -> list[Any]:
         """Returns what a program has alive at moments of which one is its most, besides what is there before it is
         given a micro-batch."""
-        gm = self.chunk.program(which, not (first and (which == PARTS or self.chunk.makes(which)))).gm
-        life = Life.of(gm, self.mesh)
+        life, start, end, there, beside = scope(self.chunk, which, self.program(which, first))
         size = storage_formulas(life, self.mesh, self.sizes)
-        there, beside = arrivals(self.chunk, which, gm)
-        rest = sympy.Add(*(each for each, node in zip(size, life.owner) if node in there))
-        always = POSITION * len(self.mesh.axes) + sympy.Add(*map(self.given.__getitem__, beside))
-        return [always + total(moment) - rest for moment in largest(moments_of(life, size)) or [{}]]
+        always = (0 if LATE in which else POSITION * len(self.mesh.axes)) + sympy.Add(
+            *map(self.given.__getitem__, beside)
+        )
+        rest = sympy.Add(*map(size.__getitem__, sorted(there)))
+        for storage in there:  # which is let go at the end at the earliest
+            life.last[storage] = math.inf
+        return [always + total(moment) - rest for moment in largest(moments_of(life, size, start, end)) or [{}]]
+
+    def program(self, which: Parts, first: bool) -> Program:
+        """Returns the program of some parts. first: whether its gradients are the first ones."""
+        return self.chunk.program(which, not (first and (which == PARTS or self.chunk.makes(which))))
+
+    def held(self, kind: Kind) -> Any:
+        """Returns the bytes of a kind that stays while other programs run, see `ChunkCost`."""
+        if isinstance(kind, str):
+            return self.kept[kind]
+        life, storages = in_flight(self.chunk, kind[0], self.program(*kind))
+        size = storage_formulas(life, self.mesh, self.sizes)
+        return sympy.Add(*map(size.__getitem__, sorted(storages)))
 
 
 def with_dims(chunk: Chunk, source: GraphModule) -> Chunk:

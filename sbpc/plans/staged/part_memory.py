@@ -3,21 +3,23 @@ moment."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from sbpc.graph.ports import TANGENT, Port, placeholders, results
 from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.memory import POSITION, Life
-from sbpc.plans.staged.chunk_programs import ChunkPrograms
-from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
+from sbpc.plans.staged.chunk_programs import ChunkPrograms, Program, late_in
+from sbpc.plans.staged.schedules import FORWARD, INPUTS, LATE, WEIGHTS
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
 
 GATHERED, SAVED, HANDED, HOME, ADDED, LEFT = "gathered", "saved", "handed", "home", "added", "left"  # see `kept_by`
+Kind = str | tuple[Parts, bool]  # the second: of parts, whose gradients may be the first ones, what comes late
 # of a storage: the part whose program makes it, "" for what a micro-batch is given, and its number there
 Place = tuple[str, int]
 
@@ -69,23 +71,67 @@ def kept_by(
     return found | {HOME: run(AFTER), ADDED: sum(sums.values()), LEFT: left}
 
 
-def rise(chunk: ChunkPrograms, which: Parts, gm: GraphModule) -> tuple[int, int]:
+class Scope(NamedTuple):
+    """What the program of some parts has alive, and at which of its moments: those up to what comes late, or those of
+    a piece of that. there: the storages that are there before. beside: the ports of what comes with a micro-batch and
+    is read later."""
+
+    life: Life
+    start: int
+    end: int
+    there: set[int]
+    beside: list[Port]
+
+
+def scope(chunk: ChunkPrograms, which: Parts, program: Program) -> Scope:
+    """Returns what is alive while the program of some parts runs."""
+    gm = program.gm
+    life = chunk.life if which == PARTS else Life.of(gm, chunk.chunk.mesh)
+    late, piece = late_in(gm), which.count(LATE)
+    start, end = (
+        next((at for at, moment in enumerate(life.moments) if late.get(moment.node, 0) >= first), len(life.moments))
+        for first in (piece, piece + 1)
+    )
+    if piece:
+        made = {storage for moment in life.moments[start:] for storage, _ in moment.makes}
+        there = {storage for storage, last in enumerate(life.last) if last >= start and storage not in made}
+        return Scope(life, start, end, there, [])
+    come, given = chunk.chunk.arriving(which), placeholders(gm)
+    nodes = {node for port, node in given.items() if port not in come}
+    there = {storage for storage, owner in enumerate(life.owner) if owner in nodes}
+    return Scope(life, 0, end, there, [port for port in come if port not in given])
+
+
+def in_flight(chunk: ChunkPrograms, which: Parts, program: Program) -> tuple[Life, set[int]]:
+    """Returns the storages that the program of some parts, or a piece of what comes late of it, holds for what comes
+    later: of collectives on their way, and of gradients that are home already."""
+    life, _, end, _, _ = scope(chunk, which, program)
+    home = {node.name for node in chunk.calls[AFTER]}.union(*program.late)
+    ends = zip(program.gives, results(program.gm))
+    others = {life.values[node][0] for name, node in ends if node is not None and name not in home}
+    given = {life.values[node][0] for node in placeholders(program.gm).values()}
+    made = {storage for moment in life.moments[:end] for storage, _ in moment.makes}
+    return life, {storage for storage in made - given - others if life.last[storage] >= end}
+
+
+def rise(chunk: ChunkPrograms, which: Parts, program: Program) -> tuple[int, int]:
     """Returns the most bytes that the program of some parts has alive at once besides what is there before it is
     given a micro-batch, and how many of such that of a whole step has just before its backward begins."""
-    life = chunk.life if which == PARTS else Life.of(gm, chunk.chunk.mesh)
-    there, beside = arrivals(chunk, which, gm)
+    life, start, end, there, beside = scope(chunk, which, program)
     about = ((chunk.chunk.shapes[port], chunk.chunk.given[port]) for port in beside)
     come = sum(bytes_at(*each, chunk.chunk.mesh) for each in about)
-    peak = max(life.peak, POSITION * len(chunk.chunk.mesh.axes))  # the second where nothing runs
-    before = sum(size for size, node in zip(life.size, life.owner) if node in there)
+    before = sum(map(life.size.__getitem__, there))
+    gone = 0  # of what is there, nothing is let go before the end
+    positions = POSITION * len(chunk.chunk.mesh.axes)
+    peak = before + positions
+    dying = Counter[float]()
+    for storage in there:
+        dying[life.last[storage]] += life.size[storage]
+    for at in range(start, end):
+        peak = max(peak, life.live[at] + gone)
+        gone += dying[at]
+    peak -= positions if LATE in which else 0  # which a piece of what comes late is not given
     return peak + come - before, life.saved - before if which == PARTS and life.saved else 0
-
-
-def arrivals(chunk: ChunkPrograms, which: Parts, gm: GraphModule) -> tuple[set[Node], list[Port]]:
-    """Returns the placeholders of a program of what does not arrive for it, and the ports of what does, to be read
-    later."""
-    come, given = chunk.chunk.arriving(which), placeholders(gm)
-    return {node for port, node in given.items() if port not in come}, [port for port in come if port not in given]
 
 
 def bytes_at(value: Tensor, layout: Layout | None, mesh: Mesh) -> int:

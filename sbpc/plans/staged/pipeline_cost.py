@@ -4,19 +4,35 @@ one micro-batch."""
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from sbpc.mesh.mesh import Mesh
+from sbpc.plans.chunk import OnUse
 from sbpc.plans.cost import Cost, Terms
 from sbpc.plans.options import Options
 from sbpc.plans.staged import schedules
 from sbpc.plans.staged.chunk_cost import ChunkCost
-from sbpc.plans.staged.part_memory import ADDED, GATHERED, HANDED, HOME, LEFT, SAVED
-from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, STEP, WEIGHTS, Action, Arrival, actions_of
+from sbpc.plans.staged.part_memory import ADDED, GATHERED, HANDED, HOME, LEFT, SAVED, Kind
+from sbpc.plans.staged.schedules import (
+    BACKWARD,
+    FORWARD,
+    INPUTS,
+    LATE,
+    STEP,
+    WEIGHTS,
+    Action,
+    Arrival,
+    Played,
+    actions_of,
+    shorter,
+    without_late,
+)
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
+from sbpc.plans.timeline import Left
 
 # by kind of action
 RUNS = {FORWARD: (FORWARD,), BACKWARD: (INPUTS, WEIGHTS), INPUTS: (INPUTS,), WEIGHTS: (WEIGHTS,), STEP: PARTS}
@@ -31,14 +47,14 @@ class Moment(NamedTuple):
     chunk: int
     first: bool
     flying: Mapping[tuple[int, str], int]
-    once: Sequence[tuple[int, str]]
+    once: Sequence[tuple[int, Kind]]
 
 
 class Pipeline:
     """Stages that work on micro-batches: one stage and one micro-batch where the schedule is STEP.
 
-    mesh: all axes. axis: that of the stages, None where all ranks are one stage. count: micro-batches. parts: by
-    chunk what it costs. arrivals: by chunk what it receives.
+    mesh: all axes. axis: that of the stages, None where all ranks are one stage. count: micro-batches.
+    chunk_costs, arrivals: by chunk what it costs, and what it receives.
     """
 
     mesh: Mesh
@@ -48,7 +64,7 @@ class Pipeline:
     lower_bound: float
     serial_bound: float = 0.0
     count: int
-    parts: Sequence[ChunkCost]
+    chunk_costs: Sequence[ChunkCost]
     arrivals: Sequence[Sequence[Arrival]]
 
     @property
@@ -79,12 +95,8 @@ class Pipeline:
     def needs(self, action: Action) -> list[Action]:
         """Returns the actions that one can begin only after."""
         kind, at, batch = action
-        arrivals = self.arrivals[at] if kind != WEIGHTS else ()
-        found = [
-            self.acting(late, source, batch)
-            for source, late, read_late, _ in arrivals
-            if read_late == (kind != FORWARD)
-        ]
+        read = [each for each in self.arrivals[at] if kind != WEIGHTS and each.read_late == (kind != FORWARD)]
+        found = [self.acting(each.late, each.source, batch) for each in read]
         if kind not in (FORWARD, STEP):
             found.append(action.of_kind(INPUTS if kind == WEIGHTS else FORWARD))
         return list(dict.fromkeys(found))
@@ -107,7 +119,7 @@ class Pipeline:
         """How many micro-batches have actions."""
         return self.count
 
-    # --- what an action runs -----------------------------------------------------------------------------------------
+    # --- what an action runs ------------------------------------------------------------------------------------------
     @functools.cached_property
     def actions(self) -> list[list[Action]]:
         """By stage what it does, in order.
@@ -121,14 +133,8 @@ class Pipeline:
         last = {action.chunk: action for mine in order for action in mine if action.kind == BACKWARD}
         sent_late = {source for source, _, late in self.sent if late}
         parted = {action for chunk, action in last.items() if chunk in sent_late}
-        return [
-            [
-                each
-                for action in mine
-                for each in ([action.of_kind(k) for k in (INPUTS, WEIGHTS)] if action in parted else [action])
-            ]
-            for mine in order
-        ]
+        split = {action: [action.of_kind(kind) for kind in (INPUTS, WEIGHTS)] for action in parted}
+        return [[each for action in mine for each in split.get(action, [action])] for mine in order]
 
     @functools.cached_property
     def everything(self) -> dict[Action, None]:
@@ -138,13 +144,7 @@ class Pipeline:
     def acting(self, late: bool, chunk: int, micro_batch: int) -> Action:
         """Returns the action that sends or reads what crosses, in the forward or `late`."""
         inputs = Action(INPUTS, chunk, micro_batch)
-        return (
-            Action(FORWARD, chunk, micro_batch)
-            if not late
-            else inputs
-            if inputs in self.everything
-            else inputs.of_kind(BACKWARD)
-        )
+        return inputs.of_kind(FORWARD if not late else INPUTS if inputs in self.everything else BACKWARD)
 
     @functools.cached_property
     def merged(self) -> dict[Action, Parts]:
@@ -172,26 +172,50 @@ class Pipeline:
         inside = {(part, action.chunk) for action, which in self.merged.items() for part in which}
         if self.schedule == STEP:
             return {}
-        return {
-            (part, at): None for part in (BEFORE, AFTER) for at in range(len(self.parts)) if (part, at) not in inside
-        }
+        every = itertools.product((BEFORE, AFTER), range(len(self.chunk_costs)))
+        return {each: None for each in every if each not in inside}
+
+    @functools.cached_property
+    def orders(self) -> Sequence[list[tuple[Parts, Action]]]:
+        """By stage what it runs, in order: the parts of each program, and the action. What is done once and with no
+        action has the name of its part for the kind of one, and so has what comes late of a program."""
+        return OnUse(self.stages, self.order)
 
     def order(self, stage: int) -> list[tuple[Parts, Action]]:
-        """Returns what a stage runs, in order: the parts of each program, and the action. What is done once and with
-        no action has the name of its part for the kind of one."""
+        """Returns what a stage runs, in order.
+
+        A piece of what comes late runs behind the first action that ends when its messages are there, as if no stage
+        waited for another one, or behind all.
+        """
         mine = self.chunks_on(stage)
         early, late = (
             [((part,), Action(part, at, 0)) for at in mine if (part, at) in self.apart] for part in (BEFORE, AFTER)
         )
-        return [*early, *((self.runs(action), action) for action in self.actions[stage]), *late]
+        found, waiting, left = list[tuple[Parts, Action]](early), list[tuple[Parts, Action]](), Left()
+        for action in self.actions[stage]:
+            which = self.runs(action)
+            found.append((which, action))
+            pieces = self.chunk_costs[action.chunk].late(which)
+            if pieces or left:
+                left = self.run_of(which, action, left)[1]
+            waiting += [((*which, *[LATE] * at), action.of_kind(f"{LATE}{at}")) for at in range(1, len(pieces) + 1)]
+            while waiting and self.is_there(*waiting[0], left):
+                found.append(waiting.pop(0))
+                left = self.run_of(*found[-1], left)[1]
+        waiting.sort(key=lambda piece: piece[0].count(LATE))  # what sends before what only waits
+        return [*found, *waiting, *late]
+
+    def is_there(self, which: Parts, action: Action, left: Left) -> bool:
+        """Returns whether all is there that a piece of what comes late waits for."""
+        parts, piece = without_late(which)
+        messages = self.chunk_costs[action.chunk].late(parts)[piece - 1]
+        return not any(owner == action.chunk and name in messages for _, (owner, name), _ in left)
 
     def tally(self, chunk: int) -> Counter[Parts]:
         """Returns how often each program of a chunk runs in a step."""
         found = Counter(self.runs(action) for mine in self.actions for action in mine if action.chunk == chunk)
         found.update((part,) for part, at in self.apart if at == chunk)
-        steady = [
-            RUNS[kind] for kind in ((FORWARD, INPUTS, WEIGHTS) if self.schedule == "zbv" else (FORWARD, BACKWARD))
-        ]
+        steady = [RUNS[k] for k in ((FORWARD, INPUTS, WEIGHTS) if self.schedule == "zbv" else (FORWARD, BACKWARD))]
         return found + Counter(dict.fromkeys(steady, self.count - self.simulated))
 
     @property
@@ -199,22 +223,40 @@ class Pipeline:
         """How many times as fast a stage computes while no other one does."""
         return min(self.mesh.cluster.sharing, self.stages)
 
-    # --- what a step costs -------------------------------------------------------------------------------------------
+    # --- what a step costs --------------------------------------------------------------------------------------------
     @functools.cached_property
-    def spans(self) -> dict[Action, tuple[float, float]]:
+    def spans(self) -> schedules.Spans:
         """When every action starts and ends, in seconds since the step began."""
+        played = (each for mine in self.played[0] for each in mine if LATE not in each.parts)
+        return {each.action: (each.start, each.end) for each in played}
+
+    @functools.cached_property
+    def played(self) -> tuple[list[list[Played]], list[Left]]:
+        """By stage when each program of its order starts and ends, but for what is done once and with no action, and
+        what is on its way then."""
         starts = [self.single(stage, BEFORE) for stage in range(self.stages)]
         if not self.overlaps:
             starts = [max(starts)] * self.stages
         if self.alone == 1.0:
-            return schedules.spans(self.actions, self.needs, self.seconds_of, self.sending, starts)
-        return schedules.shared_spans(
+            orders = [[each for each in order if each[1].kind not in (BEFORE, AFTER)] for order in self.orders]
+            return schedules.spans(orders, self.needs, self.run_of, self.sending, starts)
+        spans = schedules.shared_spans(
             self.actions, self.needs, self.work_of, self.sending, starts, self.alone, self.mesh.cluster.taken
         )
+        found = [[Played(self.runs(action), action, *spans[action]) for action in mine] for mine in self.actions]
+        return found, [()] * self.stages
 
-    def seconds_of(self, action: Action) -> float:
-        """Returns how long an action takes."""
-        return sum(self.work_of(action))
+    def run_of(self, which: Parts, action: Action, before: Left) -> tuple[float, Left]:
+        """Returns how long a program takes, and what is on its way then. before: what is on its way when it starts."""
+        chunk = self.chunk_costs[action.chunk]
+        if LATE in which:
+            return chunk.run(which, action.chunk, before)
+        compute, waits = self.work_of(action)
+        if not before and not chunk.late(which):
+            return compute + waits, ()
+        ready, left = chunk.run(which, action.chunk, before)
+        others = compute + waits - chunk.program(which).seconds  # beside the program's own seconds
+        return ready + others, shorter(left, others)
 
     def work_of(self, action: Action) -> tuple[float, float]:
         """Returns the seconds of computing in an action, and those of waiting for its own collectives.
@@ -222,7 +264,7 @@ class Pipeline:
         The device also takes its part of what comes from other stages, starts each message at both of its ends, and
         adds gradients to those of earlier micro-batches.
         """
-        chunk, cluster = self.parts[action.chunk], self.mesh.cluster
+        chunk, cluster = self.chunk_costs[action.chunk], self.mesh.cluster
         program = chunk.program(self.runs(action))
         compute = min(program.busy, program.seconds)
         comes = sum(self.sending(need, action) for need in self.needs(action))
@@ -245,13 +287,27 @@ class Pipeline:
 
     def single(self, stage: int, part: str) -> float:
         """Returns the seconds that a stage needs once, before or behind all its actions."""
-        return sum(self.parts[at].program((part,)).seconds for at in self.chunks_on(stage) if (part, at) in self.apart)
+        mine = [self.chunk_costs[at] for at in self.chunks_on(stage) if (part, at) in self.apart]
+        return sum(cost.program((part,)).seconds for cost in mine)
 
     @functools.cached_property
     def busy(self) -> list[float]:
         """By stage the seconds in which it computes or communicates."""
         starts = [self.mesh.cluster.start * sum(self.messages[action] for action in mine) for mine in self.actions]
-        return [self.totals(stage, "seconds") + start for stage, start in enumerate(starts)]
+        return [self.totals(stage, "seconds") + start + self.waits(stage) for stage, start in enumerate(starts)]
+
+    def waits(self, stage: int) -> float:
+        """Returns how much longer the programs of a stage take in their order than each by itself: less where what
+        comes late goes beside others, more where they wait for its links."""
+        if self.alone != 1.0:
+            return 0.0
+        late = [
+            each
+            for each in self.played[0][stage]
+            if each.before or self.chunk_costs[each.action.chunk].late(each.parts)
+        ]
+        alone = sum(sum(self.work_of(each.action)) for each in late if LATE not in each.parts)
+        return sum(each.end - each.start for each in late) - alone
 
     @property
     def busiest(self) -> int:
@@ -269,14 +325,14 @@ class Pipeline:
         seconds = max(end + self.single(stage, AFTER) for stage, end in enumerate(self.last_ends()))
         compute, communicate, again = (self.totals(most, name) for name in ("compute", "comm", "again"))
         flops = max(self.totals(stage, "flops") for stage in stages)
-        bubble = max(0.0, seconds - busy[most])
+        bubble = max(0.0, seconds - busy[most]) if self.stages > 1 else 0.0
         compute = min(compute, seconds)  # a stage that shares cores is faster while others wait
         serial_bound = min(self.serial_bound or self.lower_bound, compute + communicate)
         cost = Cost(
             compute,
             communicate,
             flops,
-            self.flops_one_device,
+            self.one_device("flops_one_device"),
             self.bytes_sent,
             self.memory,
             self.lower_bound,
@@ -285,18 +341,28 @@ class Pipeline:
             serial_bound,
             again,
             bubble,
+            self.optimizer_seconds,
+            self.one_device("flops_one_device") - self.one_device("flops_again"),
             self.terms_of(most),
         )
         return replace(cost, lower_bound=min(self.lower_bound, cost.paid))
 
-    @property
-    def flops_one_device(self) -> float:
-        """Flops of the model on one device."""
+    def one_device(self, which: str) -> float:
+        """Returns flops of the model on one device."""
         return sum(
-            self.parts[at].program(each).flops_one_device * n
-            for at in range(len(self.parts))
+            getattr(self.chunk_costs[at].program(each), which) * n
+            for at in range(len(self.chunk_costs))
             for each, n in self.tally(at).items()
         )
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """Seconds of the optimizer's update on the stage that has most to update: parameters and its state are read
+        and written, gradients read, once."""
+        trained = max(sum(self.chunk_costs[at].trained for at in self.chunks_on(stage)) for stage in range(self.stages))
+        if self.options.optimizer is None or not trained:
+            return 0.0
+        return float(self.mesh.cluster.kernel_seconds("", 0.0, (3 + 2 * self.options.copies) * trained))
 
     def terms_of(self, stage: int) -> Callable[[], Terms] | None:
         """Returns what makes the terms of the formulas of a stage's cost; None where nothing is known of its
@@ -314,16 +380,16 @@ class Pipeline:
         return self.memory_of(self.fullest)
 
     def last_ends(self) -> list[float]:
-        """Returns by stage when its last action ends."""
-        return [max(self.spans[action][1] for action in actions) for actions in self.actions]
+        """Returns by stage when its last program ends that an action runs."""
+        return [max(each.end for each in mine) for mine in self.played[0]]
 
     def totals(self, stage: int, which: str) -> float:
         """Returns a figure of a stage, added up over all that its chunks run."""
         mine = self.chunks_on(stage)
         added = self.count > 1 and which in ("seconds", "compute")
-        adds = sum(self.parts[at].adds() for at in mine) * (self.count - 1) if added else 0.0
+        adds = sum(self.chunk_costs[at].adds() for at in mine) * (self.count - 1) if added else 0.0
         return adds + sum(
-            getattr(self.parts[at].program(each), which) * times
+            getattr(self.chunk_costs[at].program(each), which) * times
             for at in mine
             for each, times in self.tally(at).items()
         )
@@ -340,7 +406,7 @@ class Pipeline:
         sent = Counter[str]()
         for at in self.chunks_on(stage):
             for which, times in self.tally(at).items():
-                sent += Counter({axis: size * times for axis, size in self.parts[at].program(which).sent.items()})
+                sent += Counter({axis: size * times for axis, size in self.chunk_costs[at].program(which).sent.items()})
         if self.axis is not None:
             sent[self.axis] += self.count * sum(
                 size for (source, *_), size in self.sent.items() if self.owners[source] == stage
@@ -354,7 +420,7 @@ class Pipeline:
         its backward. Gradients are there from a chunk's first backward on. Temporaries are what the peak has beyond
         all these.
         """
-        mine = [self.parts[at] for at in self.chunks_on(stage)]
+        mine = [self.chunk_costs[at] for at in self.chunks_on(stage)]
         summed = self.schedule != STEP
         kinds = {
             "parameters": sum(sum(part.homes.values()) for part in mine),
@@ -376,16 +442,25 @@ class Pipeline:
     def held_at(self, moment: Moment) -> tuple[int, int, int, int]:
         """Returns the bytes of the micro-batches in flight, those of what else a stage holds, and what the program
         adds at its most and between its forward and its backward."""
-        alive = sum(times * self.parts[at].held(kind) for (at, kind), times in moment.flying.items())
-        once = sum(self.parts[at].held(kind) for at, kind in moment.once)
-        return alive, once, *(self.parts[moment.chunk].rise(moment.which, moment.first) if moment.which else (0, 0))
+        alive = sum(times * self.chunk_costs[at].held(kind) for (at, kind), times in moment.flying.items())
+        once = sum(self.chunk_costs[at].held(kind) for at, kind in moment.once)
+        cost = self.chunk_costs[moment.chunk]
+        return alive, once, *(cost.rise(moment.which, moment.first) if moment.which else (0, 0))
 
     def moments(self, stage: int) -> Iterator[Moment]:
         """Yields what a stage runs, in order, and what it holds when that begins; last that nothing runs, unless all
         was one program."""
-        flying, once, begun = Counter[tuple[int, str]](), list[tuple[int, str]](), set[int]()
-        for which, (_, at, _) in self.order(stage):
-            yield Moment(which, at, at not in begun, flying, once)
+        flying, once, begun = Counter[tuple[int, str]](), list[tuple[int, Kind]](), dict[int, Parts]()
+        for which, (_, at, _) in self.orders[stage]:
+            if LATE in which:
+                parts, piece = without_late(which)
+                first = begun[at] == parts
+                yield Moment(which, at, first, flying, once)
+                last = piece == len(self.chunk_costs[at].late(parts))
+                once[once.index((at, (which[:-1], first)))] = at, HOME if last else (which, first)
+                continue
+            first = at not in begun
+            yield Moment(which, at, first, flying, once)
             if which == PARTS:
                 return
             if FORWARD in which:
@@ -395,7 +470,8 @@ class Pipeline:
                 flying[at, HANDED] += 1
             if WEIGHTS in which:
                 flying[at, HANDED] -= 1
-                once += [] if at in begun else [(at, LEFT if AFTER in which else ADDED)]
-                begun.add(at)
-            once += [(at, kind) for part, kind in ((BEFORE, GATHERED), (AFTER, HOME)) if part in which]
+                once += [(at, LEFT if AFTER in which else ADDED)] if first else []
+                begun.setdefault(at, which)
+            home: Kind = (which, first) if self.chunk_costs[at].late(which) else HOME
+            once += [(at, kind) for part, kind in ((BEFORE, GATHERED), (AFTER, home)) if part in which]
         yield Moment((), self.chunks_on(stage)[0], False, flying, once)

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-from sbpc._compat import torch_zbv_order
+import torch
+
 from sbpc.errors import PlanError, SbpcError, VerifyError
+from sbpc.plans.timeline import Left
 
 # I and W: the backward of what a stage received, then that of its weights
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
+LATE = "late"  # what comes late of a program, and its action: see `ChunkPrograms`
 STEP = "S"  # the action, and the schedule, of a step that is one program: of one chunk and one micro-batch
 # how many chunks of the model each stage has, where that is not said
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2}
-INTERLEAVED = "interleaved"  # may say how many: "interleaved:3"
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2, "breadth-first": 2}
+INTERLEAVED, BREADTH_FIRST = COUNTED = "interleaved", "breadth-first"  # may say how many: "interleaved:3"
 MOST_CHUNKS = 1024
 
 
@@ -31,13 +35,12 @@ def chunks_in(schedule: str) -> int:
     Raises SbpcError for a schedule that is none.
     """
     name, colon, given = schedule.partition(":")
-    if name not in SCHEDULES or (colon and name != INTERLEAVED):
+    if name not in SCHEDULES or (colon and name not in COUNTED):
         raise SbpcError(f"no schedule {schedule!r} is known\n  Known are {', '.join(map(repr, SCHEDULES))}.")
     if colon and not (given.isdecimal() and given.isascii() and 2 <= int(given) <= MOST_CHUNKS):
         raise SbpcError(
             f"the schedule is {schedule!r}\n  Behind the colon stands how many chunks of the model each stage has, as "
-            "in 'interleaved:3': "
-            f"2 to {MOST_CHUNKS}. One is '1f1b'."
+            f"in 'interleaved:3': 2 to {MOST_CHUNKS}. One is '1f1b'."
         )
     return int(given) if colon else SCHEDULES[name]
 
@@ -91,18 +94,38 @@ def actions_of(schedule: str, stages: int, count: int) -> list[list[Action]]:
     if schedule == STEP:
         return [[Action(STEP, 0, 0)]]
     if schedule == "zbv":
-        try:
-            order = torch_zbv_order(stages, count, owners(schedule, stages))
-        except ValueError as error:
-            raise PlanError(
-                f"{schedule} with {stages} stages and {count} micro-batches: {error}\n  Give another number."
-            ) from error
-        return [[Action(*each) for each in order[rank]] for rank in range(stages)]
+        return zbv(stages, count)
     chunks = chunks_in(schedule)
+    if schedule.startswith(BREADTH_FIRST):  # Lamy-Poirier, arXiv 2211.05953
+        return [by_turns(range(rank, stages * chunks, stages), count, count, chunks * count) for rank in range(stages)]
     if chunks > 1:
         return [interleaved(rank, stages, chunks, count) for rank in range(stages)]
     return [
         by_turns([rank], count, count, count if schedule == "gpipe" else stages - rank - 1) for rank in range(stages)
+    ]
+
+
+def zbv(stages: int, count: int) -> list[list[Action]]:
+    """Returns the actions of every rank in torch's ZBV zero bubble (Qi et al., arXiv 2405.15362)."""
+    from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble  # takes half a second
+
+    ranks = owners("zbv", stages)
+    fields = {  # of a stage: plain objects with these will do, and need no process group
+        "num_stages": len(ranks), "group_size": stages, "group_rank": 0, "has_backward": True, "group": None,
+        "submod": torch.nn.Identity(), "stage_index_to_group_rank": dict(enumerate(ranks)),
+        "device": torch.device("cpu"),
+    }  # fmt: skip
+    first: Any = SimpleNamespace(stage_index=0, is_first=True, is_last=False, **fields)
+    last: Any = SimpleNamespace(stage_index=len(ranks) - 1, is_first=False, is_last=True, **fields)
+    schedule = ScheduleZBVZeroBubble([first, last], count, loss_fn=lambda output, target: output)
+    kinds = {"FORWARD": FORWARD, "FULL_BACKWARD": BACKWARD, "BACKWARD_INPUT": INPUTS, "BACKWARD_WEIGHT": WEIGHTS}
+    return [
+        [
+            Action(kinds[each.computation_type.name], each.stage_index, int(each.microbatch_index or 0))
+            for each in schedule.pipeline_order[rank]
+            if each is not None and each.computation_type.name in kinds
+        ]
+        for rank in range(stages)
     ]
 
 
@@ -159,23 +182,58 @@ def in_turn(actions: Sequence[Sequence[Action]], needs: Needs) -> list[tuple[int
     return order
 
 
+Spans = dict[Action, tuple[float, float]]
+Run = tuple[tuple[str, ...], Action]  # the parts of the program that an action runs
+
+
+class Played(NamedTuple):
+    """A program that a rank ran: from when to when, and what was on its way before."""
+
+    parts: tuple[str, ...]
+    action: Action
+    start: float
+    end: float
+    before: Left = ()
+
+
 def spans(
-    actions: Sequence[Sequence[Action]],
+    orders: Sequence[Sequence[Run]],
     needs: Needs,
-    seconds: Callable[[Action], float],
+    run: Callable[[tuple[str, ...], Action, Left], tuple[float, Left]],
     sending: Callable[[Action, Action], float],
     starts: Sequence[float],
-) -> dict[Action, tuple[float, float]]:
-    """Returns when every action starts and ends. sending: seconds from one action to one that needs it. starts: of
-    each rank."""
-    found: dict[Action, tuple[float, float]] = {}
+) -> tuple[list[list[Played]], list[Left]]:
+    """Returns by rank when every program of its order starts and ends, and what is on its way then.
+
+    run: by what it runs, and what is on its way before, its seconds and what is on its way then. sending: seconds
+    from one action to one that needs it. starts: of each rank.
+    """
+    found, ends = [list[Played]() for _ in orders], dict[Action, float]()
     needs = functools.cache(needs)
-    free = list(starts)
+    free, left = list(starts), [Left()] * len(orders)
+    actions = [[action for which, action in order if LATE not in which] for order in orders]
     for rank, action in in_turn(actions, needs):
-        start = max([free[rank], *(found[need][1] + sending(need, action) for need in needs(action))])
-        free[rank] = start + seconds(action)
-        found[action] = start, free[rank]
-    return found
+        for which, each in orders[rank][len(found[rank]) :]:
+            if LATE not in which and each != action:
+                break
+            come = (ends[need] + sending(need, action) for need in needs(action)) if LATE not in which else ()
+            start = max([free[rank], *come])
+            before = shorter(left[rank], start - free[rank])
+            seconds, left[rank] = run(which, each, before)
+            free[rank] = ends[each] = start + seconds
+            found[rank].append(Played(which, each, start, free[rank], before))
+    return found, left
+
+
+def without_late(which: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
+    """Returns the parts of a program, and the number of a piece of what comes late of it, which is how often LATE is
+    among them."""
+    return tuple(part for part in which if part != LATE), which.count(LATE)
+
+
+def shorter(left: Left, seconds: float) -> Left:
+    """Returns what is on its way some seconds later."""
+    return tuple((stream, message, each - seconds) for stream, message, each in left if each > seconds)
 
 
 def shared_spans(
@@ -186,7 +244,7 @@ def shared_spans(
     starts: Sequence[float],
     sharing: float,
     load: float,
-) -> dict[Action, tuple[float, float]]:
+) -> Spans:
     """Returns `spans` of stages that share cores.
 
     work: of an action the seconds of computing, where all stages compute, and those that it only waits for its own

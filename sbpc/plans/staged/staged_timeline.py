@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
-from sbpc.plans.staged.schedules import FORWARD, STEP, Action
+from sbpc.plans.staged.chunk_programs import late_in
+from sbpc.plans.staged.schedules import FORWARD, STEP, Action, Played, without_late
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
-from sbpc.plans.timeline import COMPUTE, Event, makespan, timeline
+from sbpc.plans.timeline import COMPUTE, Event, Left, makespan, played, works
 
 SEND, BUBBLE = "send", "bubble"  # the kinds of what a stage sends, and of its waiting for others
 
@@ -25,7 +27,7 @@ def stage_lanes(plan: Any) -> list[Event]:
 
 def actions_of(plan: Any, stage: int) -> Iterator[Event]:
     """Yields what the chunks of a stage do, except what takes no time."""
-    for _, action, start, end in program_spans(plan, stage):
+    for _, action, start, end, _ in program_spans(plan, stage):
         if end > start:
             yield lane_event(stage, action, start, end)
 
@@ -37,7 +39,7 @@ def measured_actions(plan: Any, stage: int, measured: Sequence[Event]) -> Iterat
         action, _, name = event.name.partition(" ")
         if name:
             known.setdefault(action, []).append(event)
-    for _, action in plan.order(stage):
+    for _, action in plan.orders[stage]:
         if events := known.get(str(action)):
             yield lane_event(stage, action, min(event.start for event in events), makespan(events))
 
@@ -73,44 +75,54 @@ def stage_events(plan: Any, stage: int) -> list[Event]:
     Their names begin with that of the action. What an action does besides, such as taking in what other stages send,
     is spread over them.
     """
-    known = dict[tuple[int, Parts], list[Event]]()
+    known = dict[tuple[Any, ...], tuple[list[Event], float]]()
     found, now = list[Event](), 0.0
-    for which, action, start, end in program_spans(plan, stage):
+    for which, action, start, end, before in program_spans(plan, stage):
         if start > now:
             found.append(Event(COMPUTE, now, start, str(action), BUBBLE, "", phase_of(action)))
         now = end
-        if (action.chunk, which) not in known:
-            known[action.chunk, which] = program_events(plan, action.chunk, which)
-        events = known[action.chunk, which]
-        whole = makespan(events)
-        scale = (end - start) / whole if whole else 0.0
-        found += [moved(event, action, start, scale) for event in events]
+        key = action.chunk, which, before
+        if key not in known:
+            known[key] = program_events(plan, *key)
+        events, whole = known[key]
+        scale = (end - start) / whole if whole else 1.0
+        found += [moved(event, action, start, scale, whole) for event in events]
     return found
 
 
-def program_events(plan: Any, chunk: int, which: Parts) -> list[Event]:
-    """Returns the events of the program of some parts of a chunk, in seconds since it began."""
-    return timeline(plan.programs[chunk].program(which).gm, plan.inner)
+def program_events(plan: Any, chunk: int, which: Parts, before: Left = ()) -> tuple[list[Event], float]:
+    """Returns the events of the program of some parts of a chunk, in seconds since it began, and when it is done.
+    before: what is on its way then."""
+    (parts, piece), inner = without_late(which), plan.inner
+    gm = plan.programs[chunk].program(parts).gm
+    late = late_in(gm)
+    work = {node: each for node, each in works(gm, inner).items() if late.get(node, 0) == piece}
+    return played(work, inner, chunk, before)[:2]
 
 
-def moved(event: Event, action: Action, start: float, scale: float = 1.0) -> Event:
-    """Returns an event of an action's program as one of the step; one program needs no name of its action."""
+def moved(event: Event, action: Action, start: float, scale: float = 1.0, until: float = inf) -> Event:
+    """Returns an event of an action's program as one of the step; one program needs no name of its action. scale: of
+    the times up to `until`, when the action ends; what is on its way longer is there when it would be."""
+    first, last = (
+        start + (scale * moment if moment <= until else max(scale * until, moment))
+        for moment in (event.start, event.end)
+    )
     if action.kind == STEP:
-        return replace(event, start=start + scale * event.start, end=start + scale * event.end)
+        return replace(event, start=first, end=last)
     name, bucket = f"{action} {event.name}", event.bucket and f"{action} {event.bucket}"
-    return replace(event, start=start + scale * event.start, end=start + scale * event.end, name=name, bucket=bucket)
+    return replace(event, start=first, end=last, name=name, bucket=bucket)
 
 
-def program_spans(plan: Any, stage: int) -> Iterator[tuple[Parts, Action, float, float]]:
+def program_spans(plan: Any, stage: int) -> Iterator[Played]:
     """Yields what a stage runs, in order, with its start and end in seconds since the step began."""
-    now = 0.0
-    for which, action in plan.order(stage):
+    now, known = 0.0, iter(plan.played[0][stage])
+    for which, action in plan.orders[stage]:
         if action.kind in (BEFORE, AFTER):
-            start, end = now, now + plan.parts[action.chunk].program(which).seconds
+            yield Played(which, action, now, now + plan.chunk_costs[action.chunk].program(which).seconds)
+            now += plan.chunk_costs[action.chunk].program(which).seconds
         else:
-            start, end = plan.spans[action]
-        yield which, action, start, end
-        now = end
+            yield (each := next(known))
+            now = each.end
 
 
 def phase_of(action: Action) -> str:

@@ -18,12 +18,9 @@ aten = torch.ops.aten
 # Pointwise by nature, though torch does not tag them so.
 UNTAGGED = overloads(
     "_conj _prelu_kernel _prelu_kernel_backward _to_copy alias complex copy detach elu_backward fill.Scalar "
-    "fill.Tensor floor_divide "
-    "floor_divide.Scalar hardsigmoid_backward hardswish hardswish_backward hardtanh_backward leaky_relu_backward "
-    "lift_fresh_copy "
-    "masked_fill.Tensor mish_backward polar rrelu_with_noise_backward rsub.Tensor softplus_backward "
-    "softshrink_backward "
-    "where.ScalarOther where.ScalarSelf"
+    "fill.Tensor floor_divide floor_divide.Scalar hardsigmoid_backward hardswish hardswish_backward hardtanh_backward "
+    "leaky_relu_backward lift_fresh_copy masked_fill.Tensor mish_backward polar rrelu_with_noise_backward rsub.Tensor "
+    "softplus_backward softshrink_backward where.ScalarOther where.ScalarSelf"
 )
 UNLIKE = overloads("equal rrelu")  # tagged pointwise, yet not a tensor (equal) or random (rrelu)
 VIEWS = overloads("_conj alias detach")
@@ -31,14 +28,12 @@ VIEWS = overloads("_conj alias detach")
 # legal.
 LINEAR = {
     "grad_output": "_prelu_kernel_backward elu_backward gelu_backward hardsigmoid_backward hardswish_backward "
-    "hardtanh_backward "
-    "leaky_relu_backward logit_backward mish_backward native_dropout_backward rrelu_with_noise_backward "
-    "sigmoid_backward "
-    "silu_backward softplus_backward softshrink_backward tanh_backward threshold_backward",
+    "hardtanh_backward leaky_relu_backward logit_backward mish_backward native_dropout_backward "
+    "rrelu_with_noise_backward sigmoid_backward silu_backward softplus_backward softshrink_backward tanh_backward "
+    "threshold_backward",
     "real imag": "complex",
     "self": "_conj _conj_physical _to_copy alias clone conj_physical deg2rad detach div.Scalar div.Tensor "
-    "lift_fresh_copy "
-    "mul.Scalar mul.Tensor neg positive rad2deg true_divide.Tensor",
+    "lift_fresh_copy mul.Scalar mul.Tensor neg positive rad2deg true_divide.Tensor",
     "other": "mul.Tensor",  # P * P is not legal
     "self end": "lerp.Scalar lerp.Tensor",
     "self other": "add.Tensor rsub.Tensor sub.Tensor where.self",

@@ -19,7 +19,8 @@ from sbpc.rules.registry import applied, row
 
 UNREVIEWED = "?"
 HEADER = f"""# Rules for sbpc.load_rules and --rules: in a line an op and its rule string.
-# One with {UNREVIEWED!r} was inferred by a probe: remove the {UNREVIEWED!r} if that is what the op may do, whatever its arguments hold.
+# One with {UNREVIEWED!r} was inferred by a probe: remove the {UNREVIEWED!r} if that is what the op may do, whatever its
+# arguments hold.
 """
 
 

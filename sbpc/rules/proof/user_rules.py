@@ -66,20 +66,18 @@ def rule(
 
     _, (), [d]         an argument that is no tensor; a scalar; a list of sizes
     +k, max k, min k   k is reduced: where it is split, the outputs are partial sums, maxima, minima
-    lin(0), lin(0,2)   the op is linear in argument 0, in 0 and 2 together: they may be partial sums, and the outputs are then
+    lin(0), lin(0,2)   the op is linear in argument 0, in 0 and 2 together: they may be partial sums, outputs then are
     fix d              d is never split
-    via d = scaled     d is split through a function of ATen calls, with collectives between them: `@sbpc.rules.decomposition` on
-                       `def scaled(x): return x / x.amax(-1, True)`
+    via d = scaled     d is split through a function of ATen calls, with collectives between them:
+                       `@sbpc.rules.decomposition` on `def scaled(x): return x / x.amax(-1, True)`
 
     text may also be a function of the arguments by name and of the outputs that returns a string, or None for a call
     without rule.
 
-    examples   the arguments of calls, each a tuple of positional ones, with keyword arguments as a dict at its end. Every
-               signature that follows from the rule is run on them over 2, 3 and 4 ranks and compared with the op on one
-               device.
-               Each dim must have more than one element in one of them; small distinct sizes do best. Without examples
-               the
-               rule is taken as it is, and every plan that uses it says "unproved rule".
+    examples   the arguments of calls, each a tuple of positional ones, with keyword arguments as a dict at its end.
+               Every signature that follows from the rule is run on them over 2, 3 and 4 ranks and compared with the op
+               on one device. Each dim must have more than one element in one of them; small distinct sizes do best.
+               Without examples the rule is taken as it is, and every plan that uses it says "unproved rule".
     flops      "2 m k n"; by default one for each point.
     nonempty   dims of which no rank may be left an empty shard; the proof adds those on which the op fails.
     local      what runs on shards where the op alone is not enough.
@@ -88,8 +86,8 @@ def rule(
     examples/05_own_rule.py has an op with its backward; `sbpc.probe` looks for the rule of an op.
 
     >>> import sbpc, torch
-    >>> scale = torch.library.custom_op("doc::scale", torch.mul, mutates_args=(), schema="(Tensor x, Tensor w) ->
-    Tensor")
+    >>> schema = "(Tensor x, Tensor w) -> Tensor"
+    >>> scale = torch.library.custom_op("doc::scale", torch.mul, mutates_args=(), schema=schema)
     >>> with sbpc.rule("doc::scale", "b d, d -> b d ; lin(0) ; lin(1)", examples=[(torch.randn(3, 4), torch.randn(4))]):
     ...     pass  # in force here
 

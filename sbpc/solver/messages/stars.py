@@ -29,9 +29,8 @@ class Star:
     among these; shares [aliases, its layouts]; straight, pairs of (source, place among its layouts) that are one
     layout; late, whether it comes after the star.
 
-    Messages: made [sources] from the producer. From a consumer the lesser of over [aliases], what it pays for a
-    boxing, and direct [sources], what it pays if it takes the value straight. sent: what each consumer sent last, by
-    layout.
+    Messages: made [sources] from the producer. From a consumer the lesser of over [aliases], what it pays for a boxing,
+    and direct [sources], what it pays if it takes the value straight. sent: what each consumer sent last, by layout.
     """
 
     seconds: Array
