@@ -12,10 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sbpc.mesh.cluster import CLUSTERS
+from sbpc.mesh.cluster import CLUSTERS, Cluster
 
 Model = tuple[nn.Module, tuple[Any, ...]]
-RINGS = replace(CLUSTERS["h100"], ways=())  # every collective runs as a ring, as papers of parallelism count
+
+
+def bare(name: str) -> Cluster:
+    """A named cluster of which nothing but the data sheet is known, for cases that hang on a balance of its figures."""
+    return replace(CLUSTERS[name], ways=(), device=None, kernels_beside=1.0)
+
+
+RINGS = bare("h100")  # every collective runs as a ring, as papers of parallelism count
 
 
 class MLP(nn.Module):

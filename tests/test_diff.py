@@ -24,11 +24,11 @@ pin     {'*.up.weight': 'S(0)@tensor'}
 
 figures
                         A        B               B - A
-a step             671 µs   685 µs  +13.8 µs (+2.05 %)
+a step             671 µs   700 µs  +29.3 µs (+4.37 %)
 computing          671 µs   671 µs                   =
-communicating         0 s  13.8 µs            +13.8 µs
-exposed               0 s  13.8 µs            +13.8 µs
-lower bound        671 µs   685 µs  +13.8 µs (+2.05 %)
+communicating         0 s  29.3 µs            +29.3 µs
+exposed               0 s  29.3 µs            +29.3 µs
+lower bound        671 µs   700 µs  +29.3 µs (+4.37 %)
 flops               106 M    106 M                   =
 sent over data        0 B      0 B                   =
 sent over tensor      0 B  73.7 kB            +73.7 kB

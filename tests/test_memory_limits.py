@@ -170,7 +170,7 @@ def test_what_a_call_that_is_taken_apart_does_not_read_is_not_counted_until_then
 
 
 def test_a_limit_under_which_many_plans_hold_too_much_is_kept_by_the_best() -> None:
-    model, mesh = (Scaled(4096), (torch.randn(1, 4096),)), Mesh(x=2, cluster="a100")
+    model, mesh = (Scaled(4096), (torch.randn(1, 4096),)), Mesh(x=2, cluster=models.bare("a100"))
     most = 0.65 * sbpc.plan(*model, mesh, optimizer="sgd", objective="serial").cost.memory["total"]
     plan = sbpc.plan(*model, mesh, optimizer="sgd", memory=most, objective="serial")
     # nothing is faster
@@ -208,7 +208,7 @@ def test_what_a_plan_leaves_open_takes_the_cheapest_label() -> None:
     free = sbpc.plan(
         model,
         args,
-        Mesh(x=2, y=2, cluster="h100"),
+        Mesh(x=2, y=2, cluster=models.bare("h100")),
         pin={"blocks.1.up.weight": "S(0)@x", "blocks.2.down.weight": "[B, B]"},
     )
     space = LimitedSpace(annotate(store(free.graph)), free.mesh, {}, {})
@@ -224,7 +224,7 @@ def test_a_plan_under_a_limit_is_polished_and_certify_goes_on() -> None:
     """Rows about plans that were tried before forbid better ones: about the best plan alone they do not."""
     with torch.device("meta"):
         model, args = models.gpt2(batch=16, seq=64, vocab=1024, width=512, heads=8, layers=2)
-    mesh = Mesh(x=2, y=2, cluster="h100")
+    mesh = Mesh(x=2, y=2, cluster=models.bare("h100"))
     most = 0.4 * sbpc.plan(model, args, mesh, objective="serial").cost.memory["total"]
     plan = sbpc.plan(model, args, mesh, objective="serial", memory=most)
     with pytest.MonkeyPatch.context() as patch:

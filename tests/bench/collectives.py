@@ -1,8 +1,9 @@
 """Predicted against published bus bandwidths of collectives: `python -m tests.bench.collectives`.
 
-collectives.json holds the tables with their sources: bytes of a message (of an all_gather what it makes, of a reduce_scatter what it
-reads) and GB/s as nccl-tests counts them. From tables with `used` a figure of the named clusters was taken; the others are held
-against the model alone. Messages below 1 MiB are shown but not counted: their tables hold what it took a process to start them.
+collectives.json holds the tables with their sources: bytes of a message (of an all_gather what it makes, of a
+reduce_scatter what it reads) and GB/s as nccl-tests counts them. From tables with `used` a figure of the named clusters
+was taken; the others are held against the model alone. Messages below 1 MiB are shown but not counted: their tables
+hold what it took a process to start them.
 """
 
 from __future__ import annotations
