@@ -101,7 +101,7 @@ def test_data_dependent_branch_names_the_users_line() -> None:
     assert 'test_plan.py", line' in message and "in forward" in message and "if x.sum() > 0:" in message
 
 
-OTHERS = "Known are ideal, a100, h100, perlmutter, frontier, workstation, ethernet; load others with Cluster.load."
+OTHERS = "Known are ideal, a100, h100, h200, b200, perlmutter, frontier, workstation, ethernet; load others with Cluster.load."
 MESHES: list[tuple[Any, str]] = [
     (lambda: Mesh(), "a mesh of 0 axes\n  Give 1 to 4 axes, as in Mesh(data=2, tensor=4)."),
     (lambda: Mesh(x=0), "axis 'x' has size 0\n  The size of an axis is an integer from 1 on."),
