@@ -58,7 +58,8 @@ def test_the_solver_splits_the_experts_where_it_is_cheapest(sizes: tuple[int, ..
     ]
     width, _, experts, _, room = sizes
     rows = experts * groups[0] * room * width
-    assert moved == [("forward", rows), ("forward", rows), ("backward", rows), ("backward", rows)]
+    exchanged = [phase for phase, size in moved if size == rows]  # the layer before may be split by rows or by columns
+    assert exchanged == ["forward", "forward", "backward", "backward"]
     assert plan.cost.seconds < 0.8 * sbpc.baseline("data", model, (x,), plan.mesh).cost.seconds
 
 

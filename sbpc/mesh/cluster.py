@@ -81,7 +81,7 @@ class Cluster:
     how far predictions are off). Of the others, data sheets order plans, but no device reaches them. `sbpc profile -o
     cluster.json`, alone or under torchrun, measures yours: of each collective the latency of a round, the rate, and
     what a small message takes at least. With `--links h100` it measures devices alone, one is enough, and takes the
-    links as published; the same GPT then took 0.95 x of what was told. `Cluster.load("cluster.json")` reads that file,
+    links as published. `Cluster.load("cluster.json")` reads that file,
     and so does `--cluster cluster.json`.
 
     >>> cluster = Cluster("two nodes", 100e12, 1e12, 4e-6, 8, 3e-6, 100e9, 14e-6, 25e9)
