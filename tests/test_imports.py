@@ -129,7 +129,8 @@ def test_every_room_and_template_is_in_the_wheel() -> None:
         for name in names
         for path in (ROOT / room.replace(".", "/")).glob(name)
     }
-    assert data == {*(ROOT / "sbpc").rglob("*.j2"), ROOT / "sbpc" / "py.typed"}
+    here = ROOT / "sbpc"
+    assert data == {*here.rglob("*.j2"), *here.rglob("*.json"), here / "py.typed"}
 
 
 def test_importing_the_package_loads_nothing_and_every_public_name_is_there() -> None:
