@@ -158,7 +158,7 @@ permute_default_1                                 aten.permute(view_default_2, [
 contiguous_default                                aten.contiguous(permute_default_1)
 view_default_3                                    aten.view(contiguous_default, [2, 16])
 slice_tensor                                      aten.slice.Tensor(view_default_3, 0, 0, 0)
-box_mm                          f32[0, 16]  S(0)  aten.contiguous(slice_tensor)
+box_mm                          f32[0, 16]  S(0)  aten.clone(slice_tensor)
 gelu                            f32[0, 16]  S(0)  aten.gelu(box_mm)
 permute_1                       f32[16, 8]  B     aten.permute(down.weight, [1, 0])
 mm_1                            f32[0, 8]   S(0)  aten.mm(gelu, permute_1)

@@ -47,9 +47,9 @@ def lower(
         return x
     if 0 in together:
         return x if before == after else local.view(after).x
-    made = LOWER[step.collective](local, Site(step, after, together, sizes, position, group)).contiguous()
+    made = LOWER[step.collective](local, Site(step, after, together, sizes, position, group))
     # an empty part of what was sent would keep all of that alive
-    return made.then(aten.clone.default, after).x if 0 in after else made.x
+    return (made.then(aten.clone.default, after) if 0 in after else made.contiguous()).x
 
 
 @dataclass(frozen=True)
