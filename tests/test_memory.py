@@ -239,7 +239,7 @@ def test_with_less_memory_activations_are_stored_split_and_gathered_again_in_the
     torch.manual_seed(0)
     model, args = SequenceModel(32, 4, 128, 1).double(), (torch.randn(4, 64, 32, dtype=torch.float64),)
     about: dict[str, Any] = {"pin": COLUMN_ROW, "inputs": ["S(1)"], "optimizer": "sgd"}
-    mesh = Mesh(tensor=4, cluster=dataclasses.replace(CLUSTERS["a100"], peak=1e9, device=None))
+    mesh = Mesh(tensor=4, cluster=dataclasses.replace(CLUSTERS["a100"], peak=1e9, device=None, ways=()))
     free = sbpc.plan(model, args, mesh, **about, objective="serial")
     assert not gathered_again(free)
     plans = [

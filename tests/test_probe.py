@@ -187,7 +187,7 @@ def test_a_reviewed_probe_splits_the_op(tmp_path):
     sbpc.load_rules(file)
     model, args = Scaled().double(), (torch.randn(8, 6, dtype=torch.float64),)
     plan = sbpc.plan(model, args, mesh, train=False)
-    assert plan.notes == () and plan.remarks == ("reviewed, rules.txt:6 rule for own.scale.default",)
+    assert plan.notes == () and plan.remarks == ("reviewed, rules.txt:7 rule for own.scale.default",)
     assert plan.cost.flops < 0.6 * plan.cost.flops_one_device
     outputs, _ = sbpc.simulate(plan, model, args)
     assert torch.allclose(outputs, model(*args))
@@ -208,7 +208,7 @@ def test_what_nobody_has_reviewed_is_not_loaded(tmp_path):
         sbpc.load_rules(file)
     assert (
         str(error.value)
-        == f"""{file}, line 6: the rule of own::scale was inferred by a probe, and nobody has reviewed it
+        == f"""{file}, line 7: the rule of own::scale was inferred by a probe, and nobody has reviewed it
   a b, b -> a b ; lin(0) ; lin(1)
   Remove the '?' if it is right, or put a '#' before it to go without."""
     )
@@ -300,12 +300,12 @@ def test_the_command_probes_what_has_no_rule_and_plans_with_what_was_reviewed(ta
     assert "#   scaled down: 32 as 6\n" in file.read_text()
     plan = ["plan", target, "--no-train", "--mesh", "x=2", "--json", "--rules", str(file)]
     assert main(plan) == 2
-    assert f"{file}, line 7: the rule of own::scale was inferred by a probe" in capsys.readouterr().err
+    assert f"{file}, line 8: the rule of own::scale was inferred by a probe" in capsys.readouterr().err
     review(file)
     assert main(plan) == 0
     told = json.loads(capsys.readouterr().out)
     assert [note.split()[3] for note in told["notes"]] == ["own.dice.default,"]
-    assert "reviewed, rules.txt:7 rule for own.scale.default" in told["remarks"]
+    assert "reviewed, rules.txt:8 rule for own.scale.default" in told["remarks"]
 
 
 def test_every_command_that_plans_takes_rules(target, tmp_path, capsys, monkeypatch):

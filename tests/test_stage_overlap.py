@@ -41,6 +41,7 @@ def planned(home: str, send: float, objective: str = "seconds") -> Any:
         "loss": squares,
         "stages": "pipe",
         "microbatches": COUNT,
+        "schedule": "gpipe",
         "objective": objective,
         "pin": {"*": home},
     }

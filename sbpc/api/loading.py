@@ -17,9 +17,10 @@ from sbpc.graph.pytree import unflatten
 from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.annotate import annotate
-from sbpc.passes.pipeline import REWRITER, Stages
+from sbpc.passes.pipeline import Stages, rewriter_of
 from sbpc.passes.verify import verify_annotated, verify_assigned, verify_boxed, verify_captured
 from sbpc.plans.chunk import Assignment, Chunk
+from sbpc.plans.options import Options
 from sbpc.plans.plan import Plan
 from sbpc.plans.plan_file import NAMED, Decoder, decode
 from sbpc.plans.rank_programs import Programs
@@ -87,7 +88,8 @@ def plan_in(decoder: Decoder) -> Plan:
     """Returns the plan in what a file holds, checked."""
     mesh, options, loop, body = decoder.mesh(), decoder.options(), decoder.loop(), decoder.body
     inner = mesh if loop is None else mesh.without(options.stages)
-    chunks = [chunk_in(each, inner, options.dynamic if loop is None else None) for each in decoder.chunks(inner.axes)]
+    dynamic = options.dynamic if loop is None else None
+    chunks = [chunk_in(each, inner, options, dynamic) for each in decoder.chunks(inner.axes)]
     in_loop = frozenset(Port(*each) for each in body["loop"]["in_loop"]) if loop is not None else frozenset[Port]()
     plan = Plan(mesh, chunks, options, float(body["lower_bound"]), loop, in_loop, float(body["serial_bound"]))
     if loop is None:
@@ -103,8 +105,8 @@ def plan_in(decoder: Decoder) -> Plan:
     return plan
 
 
-def chunk_in(decoder: Decoder, mesh: Mesh, dynamic: Mapping[str, Any] | None) -> Chunk:
-    """Returns a chunk in what a file holds, checked. mesh: of a stage. dynamic: names of dims."""
+def chunk_in(decoder: Decoder, mesh: Mesh, options: Options, dynamic: Mapping[str, Any] | None) -> Chunk:
+    """Returns a chunk in what a file holds, checked. mesh: of a stage. options: of the plan. dynamic: names of dims."""
     gm = annotate(decoder.graph(decoder.body))
     assignment = Assignment(*decoder.assignment(gm))
     if dynamic is not None:
@@ -119,7 +121,7 @@ def chunk_in(decoder: Decoder, mesh: Mesh, dynamic: Mapping[str, Any] | None) ->
     unflatten(ports.results, [None] * sum(port.kind == OUTPUT for port in ports.outputs))
     unflatten(ports.arguments, [None] * len(names))
     named: dict[str, Any] = decoder.named()
-    chunk = Chunk(mesh, gm, assignment, REWRITER, **named)
+    chunk = Chunk(mesh, gm, assignment, rewriter_of(options), **named)
     verify_boxed(chunk.unscheduled, mesh)
     return chunk
 

@@ -151,7 +151,7 @@ OPTIONS = record({"train": FLAG, "model": NAME, "objective": one_of(*OBJECTIVES)
     "stages": either(NONE, NAME), "inputs": LAYOUTS, "outputs": LAYOUTS, "guards": table(many(LINE)),
     "dynamic": many(row(NAME, either(INTEGER, many(either(NONE, NAME))))),
 })  # fmt: skip
-FIGURE = either(NONE, TEXT, leaf(lambda v: is_number(v, (int, float))))
+FIGURE = either(NONE, LINE, leaf(lambda v: is_number(v, (int, float))))
 FIGURES = table(either(FIGURE, table(FIGURE), many(table(FIGURE))))  # `Cluster.of` checks the rest
 NAMED = many(row(one_of(*INPUTS, *OUTPUTS), NAME, either(INTEGER, NAME)))  # ports of a chunk, with what they stand for
 CHUNK = record({
