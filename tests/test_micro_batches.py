@@ -244,3 +244,26 @@ def test_halves_under_a_memory_limit_fit_and_are_right_and_their_bound_is_tighte
     assert largest_error(plan, model, args) <= 1e-4
     before = plan.lower_bound
     assert plan.certify(seconds=1) == plan.cost.gap and before <= plan.lower_bound <= plan.cost.seconds
+
+
+class Summed(nn.Module):
+    """A cross-entropy summed over the targets that count, over a constant, as losses over all tokens of a step are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.down(F.relu(self.up(x))), target, ignore_index=2, reduction="sum") / 12
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"), [({"data": 2}, {}), ({"pipe": 2}, {"stages": "pipe"}), ({"data": 2}, {"capture": "aot"})]
+)
+def test_a_sum_of_losses_is_a_loop(mesh: dict[str, int], options: dict[str, Any]) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, args = Summed(), (torch.randn(12, 24), torch.randint(0, 8, (12,)))
+    plan = sbpc.plan(model, args, Mesh(**mesh), microbatches=3, **options)
+    assert plan.loop is not None
+    assert compare(plan, model, args, *eager(model, args)) <= 1e-10

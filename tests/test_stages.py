@@ -376,3 +376,14 @@ def test_equal_chunks_are_measured_once() -> None:
     assert len(set(inner)) == 1 and len({first, inner[0], last}) == 3
     pinned = sbpc.plan(model, args, mesh, pin={"blocks.2.up.weight": "S(0)"}, **options)
     assert len(set(likenesses(pinned))) == len({id(cost.program) for cost in pinned.chunk_costs}) == 4
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved:2"])
+def test_a_plan_in_stages_is_no_slower_than_an_expert(schedule: str) -> None:
+    """What its layouts take one after the other says little of a step where stages wait for each other."""
+    model, args = models.gpt2(batch=24, layers=4, seq=16, width=32, heads=4)
+    mesh = Mesh(pipe=2, data=2, tensor=2, cluster="workstation")
+    options: dict[str, Any] = {"stages": "pipe", "microbatches": 6, "schedule": schedule}
+    plan = sbpc.plan(model, args, mesh, **options)
+    for name in ("data", "megatron", "megatron+sp"):
+        assert plan.cost.seconds <= sbpc.baseline(name, model, args, mesh, **options).cost.seconds * (1 + 1e-9), name

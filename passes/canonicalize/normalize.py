@@ -109,6 +109,10 @@ def total_weight(write: Writer, target: Node, weight: Node | None, ignore: int, 
 def nll_loss_backward(
     write: Writer, gradient: Node, x: Node, target: Node, weight: Any, reduction: int, ignore: int, total: Node
 ) -> Node | None:
+    if reduction == SUM:  # which does not read the total weight, that of all targets: so it need not be known
+        value = total.meta["val"]
+        total = write.call(aten.full.default, [], 1.0, dtype=value.dtype, device=value.device)
+        return write.call(write.target, gradient, x, target, weight, SUM, ignore, total)
     if reduction != MEAN:
         return None
     each = write.call(aten.div.Tensor, gradient, total)

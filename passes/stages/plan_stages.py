@@ -58,14 +58,15 @@ def staged(
     search: Search,
     made: Made,
     parts: Sequence[Parts] = (),
+    experts: Spare = lambda body, inner: (),
 ) -> Plan:
     """Returns the plan of an annotated step with stages along an axis, with one stage where `options` name none.
 
-    solve: plans the body on the mesh of a stage; of several plans the one whose step is shortest is taken. spare:
-    lays it out in other ways that may take fewer bytes. search: what plans it under limits of bytes, from the plan
-    without. made: makes a chunk there. parts: ways to write the body, in halves, in panels; what makes the step shorter
-    is taken. Raises PlanError if the model cannot be cut so, MemoryLimitError if no plan
-    fits.
+    solve: plans the body on the mesh of a stage; of several plans the one whose step is shortest is taken. spare: lays
+    it out in other ways that may take fewer bytes. search: what plans it under limits of bytes, from the plan without.
+    made: makes a chunk there. parts: ways to write the body, in halves, in panels; what makes the step shorter is
+    taken. experts: layouts of the body that the step is to be no slower with. Raises PlanError if the model cannot be
+    cut so, MemoryLimitError if no plan fits.
     """
     axis, schedule, count = options.stages, options.schedule, options.microbatches
     assert count is not None
@@ -95,6 +96,9 @@ def staged(
         return Draft(first, whole, build)
 
     free = min(map(draft, solve(loop.body, inner)), key=lambda each: each.plan.cost.seconds)
+    if (1 - GAIN) * free.plan.cost.seconds > free.plan.cost.compute_seconds:
+        known = (draft(free.body.with_layouts(each), free.plan) for each in experts(loop.body, inner))
+        free = min([free, *known], key=lambda each: each.plan.cost.seconds)
     memory = options.memory
     plan = free.plan
     if memory is not None and plan.memory["total"] > memory:

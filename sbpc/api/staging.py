@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -36,7 +37,7 @@ from sbpc.plans.staged.loop_formula import check_names
 
 EXPOSED = 5e-2  # the part of a step that is exposed where parts of calls are tried
 FEW_CALLS = 1_500  # of a graph that is tried in two micro-batches, or in panels
-SPARING = "megatron+sp"  # the expert whose layouts take fewest bytes
+EXPERTS = "megatron+sp", "megatron", "data"  # the layouts of the first take fewest bytes
 
 
 @uncollected()
@@ -67,12 +68,17 @@ def plan_stages(gm: GraphModule, clocks: Stages, mesh: Mesh, asked: Options) -> 
         plan.again = partial(serial, body, inner)
         return plan
 
-    def spare(body: GraphModule, inner: Mesh) -> list[Assignment]:
-        try:
-            wished = wishes(body, inner, replace(options, baseline=SPARING)) if baseline is None else None
-            return [finish(body, inner, wished, options, clocks, exact=False).assignment] if wished else []
-        except (LayoutError, PinError, PlanError):  # the scheme does not fit the model, or not beside the pins
-            return []
+    def as_experts(names: Sequence[str], body: GraphModule, inner: Mesh) -> list[Assignment]:
+        found = []
+        for name in names if baseline is None else ():
+            with suppress(LayoutError, PinError, PlanError):  # it does not fit the model, or not beside the pins
+                wished = wishes(body, inner, replace(options, baseline=name))
+                found.append(finish(body, inner, wished, options, clocks, exact=False).assignment)
+        return found
+
+    def experts(body: GraphModule, inner: Mesh) -> list[Assignment]:
+        alone = not asked.overlaps or inner.cluster.name == "ideal"  # there layouts that send least are as good as any
+        return [] if alone else as_experts(EXPERTS if len(inner.axes) > 1 else EXPERTS[-1:], body, inner)
 
     def in_two(plan: Plan) -> Plan | None:
         body = alive(plan)
@@ -92,10 +98,11 @@ def plan_stages(gm: GraphModule, clocks: Stages, mesh: Mesh, asked: Options) -> 
     def of_body_graph(gm: GraphModule, assignment: Assignment) -> Plan:
         return make_plan(gm, mesh.without(axis), assignment, 0.0, options, clocks)
 
+    spare = partial(as_experts, EXPERTS[:1])
     made = partial(make_chunk, mesh.without(axis), clocks)
     limits = partial(search, options=options, count=count, clocks=clocks)
     with clocks.timed("stages"):
-        plan = staged(gm, mesh, asked, solve, spare, limits, made, (in_two, panelled))
+        plan = staged(gm, mesh, asked, solve, spare, limits, made, (in_two, panelled), experts)
     plan.times = clocks.times
     if clocks.dump is not None:
         assert plan.loop is not None

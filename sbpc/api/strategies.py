@@ -19,7 +19,7 @@ from typing import Any
 from sbpc.api.candidates import PIPE, Candidate, Refused, block_times
 from sbpc.api.planning import Task
 from sbpc.api.recompute import forms_of
-from sbpc.api.staging import plan_stages, short_plans
+from sbpc.api.staging import EXPERTS, plan_stages, short_plans
 from sbpc.errors import MemoryLimitError, PlanError, SbpcError
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import Port, placeholders
@@ -34,7 +34,6 @@ from sbpc.plans.usage import Usage
 
 SLOWER, LATE = "at full speed it takes longer than the best row", "the seconds of the search were over"
 TOO_LARGE = "it does not fit into the memory"
-EXPERTS = "megatron+sp", "megatron", "data"  # without tensor parallelism all are the last one
 Progress = Callable[[int, int, Any], None]
 
 
@@ -230,7 +229,8 @@ class Search:
 
 
 def experts_of(each: Candidate) -> tuple[str, ...]:
-    """Returns the experts whose layouts a candidate is to be no slower than."""
+    """Returns the experts whose layouts a candidate is to be no slower than: without tensor parallelism all are the
+    last one."""
     return EXPERTS if each.mesh.sizes[2] > 1 else EXPERTS[-1:]
 
 
