@@ -109,7 +109,9 @@ def total_weight(write: Writer, target: Node, weight: Node | None, ignore: int, 
 def nll_loss_backward(
     write: Writer, gradient: Node, x: Node, target: Node, weight: Any, reduction: int, ignore: int, total: Node
 ) -> Node | None:
-    if reduction == SUM:  # which does not read the total weight, that of all targets: so it need not be known
+    if reduction == SUM:  # which does not read the total weight: that of all targets need not come from the forward
+        if total.target is not operator.getitem:
+            return None
         value = total.meta["val"]
         total = write.call(aten.full.default, [], 1.0, dtype=value.dtype, device=value.device)
         return write.call(write.target, gradient, x, target, weight, SUM, ignore, total)
