@@ -17,6 +17,7 @@ from sbpc import Mesh, Plan
 from sbpc.errors import MemoryLimitError
 from sbpc.mesh.cluster import CLUSTERS
 from sbpc.passes.memory.live_bytes import STORED
+from sbpc.plans.staged import stage_memory
 from sbpc.runtime.one_process.simulate import LoopSimulation
 from tests import models
 from tests.compare import largest_error
@@ -325,5 +326,7 @@ def test_every_program_of_every_stage_holds_what_is_predicted(
     assert sbpc.simulate(plan, model, args).peak_memory == plan.cost.memory["total"]
     for stage, counts in enumerate(held):
         stored = plan.memory_of(stage)["parameters"]
-        moments = [sum(plan.held_at(moment)) for moment in plan.moments(stage)][:-1]  # at the last one nothing runs
+        moments = [sum(stage_memory.held_at(plan, moment)) for moment in stage_memory.moments(plan, stage)][
+            :-1
+        ]  # at the last one nothing runs
         assert [stored + each for each in moments] == counts

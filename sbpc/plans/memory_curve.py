@@ -17,6 +17,7 @@ from sbpc.plans.planned import PlannedStep
 from sbpc.plans.staged.chunk_programs import ChunkPrograms, Program
 from sbpc.plans.staged.part_memory import ADDED, GATHERED, HANDED, HOME, LEFT, SAVED, bytes_at, scope
 from sbpc.plans.staged.schedules import LATE, STEP
+from sbpc.plans.staged.stage_memory import moments
 from sbpc.plans.staged.stage_parts import PARTS, Parts
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COPIES, INPUTS = (
@@ -101,7 +102,7 @@ def memory_curve(plan: PlannedStep, stage: int) -> MemoryCurve:
     always = Counter(stored) + Counter({INPUTS: sum(part.buffers for part in parts.values())})
     known = functools.cache(functools.partial(curve_of, plan))
     found: list[tuple[str, Counter[tuple[str, str]], ProgramCurve]] = []
-    for (which, at, first, flying, once), (_, action) in zip(plan.moments(stage), plan.orders[stage]):
+    for (which, at, first, flying, once), (_, action) in zip(moments(plan, stage), plan.orders[stage]):
         held = Counter[tuple[str, str]]()
         for (chunk, kind), times in [*flying.items(), *((each, 1) for each in once)]:
             name = kind if isinstance(kind, str) else LATE

@@ -32,6 +32,7 @@ from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.part_memory import Kind, in_flight, kept_by, scope
 from sbpc.plans.staged.pipeline_cost import Pipeline
 from sbpc.plans.staged.schedules import BREADTH_FIRST, LATE, STEP
+from sbpc.plans.staged.stage_memory import moments
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
 from sbpc.plans.symbolic_sizes import formula, name_dims, symbol
 
@@ -128,7 +129,7 @@ def memory_formula(plan: Pipeline, chunks: Chunks, sizes: Sequence[sympy.Symbol]
     of = {at: ChunkMemory(chunk, sizes) for at, chunk in chunks.items()}
     peaks: dict[Any, None] = {}
     stage = plan.owners[next(iter(chunks))]
-    for moment in plan.moments(stage):
+    for moment in moments(plan, stage):
         flying = {key: times for key, times in moment.flying.items() if times}
         more = symbol(M) - plan.count if plan.schedule.startswith(("gpipe", BREADTH_FIRST)) else 0
         held = sympy.Add(*((times + more) * of[at].kept[kind] for (at, kind), times in sorted(flying.items())))

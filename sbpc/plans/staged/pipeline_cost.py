@@ -13,23 +13,9 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.plans.chunk import OnUse
 from sbpc.plans.cost import Cost, Terms
 from sbpc.plans.options import Options
-from sbpc.plans.staged import schedules
+from sbpc.plans.staged import schedules, stage_memory
 from sbpc.plans.staged.chunk_cost import ChunkCost
-from sbpc.plans.staged.schedules import (
-    BACKWARD,
-    FORWARD,
-    INPUTS,
-    LATE,
-    STEP,
-    WEIGHTS,
-    Action,
-    Arrival,
-    Played,
-    actions_of,
-    shorter,
-    without_late,
-)
-from sbpc.plans.staged.stage_memory import StageMemory
+from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, LATE, STEP, WEIGHTS, Action, Arrival, Played
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
 from sbpc.plans.timeline import Left
 
@@ -37,7 +23,7 @@ from sbpc.plans.timeline import Left
 RUNS = {FORWARD: (FORWARD,), BACKWARD: (INPUTS, WEIGHTS), INPUTS: (INPUTS,), WEIGHTS: (WEIGHTS,), STEP: PARTS}
 
 
-class Pipeline(StageMemory):
+class Pipeline:
     """Stages that work on micro-batches: one stage and one micro-batch where the schedule is STEP.
 
     mesh: all axes. axis: that of the stages, None where all ranks are one stage. count: micro-batches.
@@ -114,7 +100,7 @@ class Pipeline(StageMemory):
         Where collectives run beside computing, the last backward of a chunk is in two parts if another stage reads
         the first one: that is sent before the gradients of parameters are.
         """
-        order = actions_of(self.schedule, self.stages, self.simulated)
+        order = schedules.actions_of(self.schedule, self.stages, self.simulated)
         if not self.overlaps:
             return order
         last = {action.chunk: action for mine in order for action in mine if action.kind == BACKWARD}
@@ -194,7 +180,7 @@ class Pipeline(StageMemory):
 
     def is_there(self, which: Parts, action: Action, left: Left) -> bool:
         """Returns whether all is there that a piece of what comes late waits for."""
-        parts, piece = without_late(which)
+        parts, piece = schedules.without_late(which)
         messages = self.chunk_costs[action.chunk].late(parts)[piece - 1]
         return not any(owner == action.chunk and name in messages for _, (owner, name), _ in left)
 
@@ -243,7 +229,7 @@ class Pipeline(StageMemory):
             return compute + waits, ()
         ready, left = chunk.run(which, action.chunk, before)
         others = compute + waits - chunk.program(which).seconds  # beside the program's own seconds
-        return ready + others, shorter(left, others)
+        return ready + others, schedules.shorter(left, others)
 
     def work_of(self, action: Action) -> tuple[float, float]:
         """Returns the seconds of computing in an action, and those of waiting for its own collectives.
@@ -355,6 +341,20 @@ class Pipeline(StageMemory):
         """Returns what makes the terms of the formulas of a stage's cost; None where nothing is known of its
         kernels."""
         return None
+
+    @property
+    def fullest(self) -> int:
+        """The stage that takes most bytes."""
+        return max(range(self.stages), key=lambda stage: self.memory_of(stage)["total"])
+
+    @functools.cached_property
+    def memory(self) -> dict[str, int]:
+        """The bytes that a rank of the stage that takes most has, by kind."""
+        return self.memory_of(self.fullest)
+
+    def memory_of(self, stage: int) -> dict[str, int]:
+        """Returns the bytes that a rank of a stage takes, by kind; "total" is the peak of the step."""
+        return stage_memory.memory_of(self, stage)
 
     def last_ends(self) -> list[float]:
         """Returns by stage when its last program ends that an action runs."""
