@@ -18,17 +18,29 @@ from torch.fx import GraphModule, Node
 import sbpc
 from sbpc import Mesh, Plan
 from sbpc.errors import PlanError, SbpcError, VerifyError
-from sbpc.mesh.cluster import Cluster
+from sbpc.mesh.cluster import CLUSTERS, Cluster
+from sbpc.mesh.kernels import Attention, Product
 from sbpc.passes.panels.choice import with_panels
 from sbpc.passes.panels.cut import moves
 from sbpc.passes.pipeline import Stages, make_plan
-from sbpc.passes.schedule.choice import choose
+from sbpc.passes.schedule.choice import choose, weighted
 from sbpc.passes.schedule.list_schedule import RULES, list_schedule
 from sbpc.passes.schedule.schedule import SLACK, ordered, schedule, seconds_of
 from sbpc.plans.memory import Life
 from sbpc.plans.staged.chunk_programs import whole
 from sbpc.plans.staged.stage_parts import PARTS
-from sbpc.plans.timeline import COMPUTE, STREAMS, busy_seconds, kind_of, makespan, sends, timeline, works
+from sbpc.plans.timeline import (
+    ACROSS,
+    COMPUTE,
+    INSIDE,
+    STREAMS,
+    busy_seconds,
+    kind_of,
+    makespan,
+    sends,
+    timeline,
+    works,
+)
 from sbpc.runtime.prepared import prepared, wait
 from tests import models
 from tests.compare import compare, eager, error_of
@@ -369,3 +381,20 @@ def test_waits_of_a_scheduled_program_stay_and_others_are_moved() -> None:
             for nodes in (before, after)
         ]
         assert apart == [stay, True]
+
+
+@pytest.mark.parametrize("name", sorted(set(CLUSTERS) - {"ideal"}))
+def test_a_second_of_computing_costs_what_its_weight_says(name: str) -> None:
+    """Bounds of overlapped steps rest on it: all that a kernel takes is weighed, its start and its waves, too."""
+    cluster, part = CLUSTERS[name], 0.25
+    mesh = weighted(Mesh(data=2, cluster=cluster), {COMPUTE: part, INSIDE: 0.5, ACROSS: 0.25})
+    shapes = (
+        None,
+        Product(2, 300, 500, 700),
+        Attention(1 << 20, 1 << 10, 1, False),
+        Attention(1 << 20, 1 << 10, 0, True),
+    )
+    for shape in shapes:
+        for flops, moved in ((1e3, 1e3), (1e12, 1e6), (1e6, 1e10)):
+            once, less = (each.kernel_seconds("mm", flops, moved, shape) for each in (cluster, mesh.cluster))
+            assert less == pytest.approx(part * once, rel=1e-12), (shape, flops)
