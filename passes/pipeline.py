@@ -1,4 +1,4 @@
-"""Runs the passes in order, with a check and a clock after each. Capture comes before, in `sbpc.api.planning`."""
+"""Runs the passes in order, with a check and a clock after each. Capture comes before, in `sbpc.api.task`."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def page(plan: Plan, losses: Mapping[str, Sequence[float]] | None, measured: Seq
     """Returns the page about a plan, with the best alternatives of its parameters; of equal blocks, those of the
     first."""
     names = [row.name for row in model_map(plan) if row.home is not None]
-    return page_html(plan, best_alternatives(plan, names, ALTERNATIVES), losses, measured)
+    return page_html(plan, best_alternatives(plan.origin, names, ALTERNATIVES), losses, measured)
 
 
 def save(plan: Plan, path: Path) -> None:

@@ -27,7 +27,7 @@ import sbpc
 from sbpc.cli.main import main
 from sbpc.errors import CheckpointError, SbpcError
 from sbpc.graph.ports import placeholders
-from sbpc.plans.plan_bytes import FORMAT, VERSION
+from sbpc.plans.plan_bytes import FORMAT, VERSION, number_traces, read
 from sbpc.runtime.one_process.simulate import whole_inputs
 from sbpc.runtime.state.block_files import bytes_of, header
 from sbpc.runtime.state.blocks import blocks_of
@@ -141,6 +141,13 @@ def sealed(body: Any) -> bytes:
     text = json.dumps(body, separators=(",", ":"), sort_keys=True)
     head = {"format": FORMAT, "version": VERSION, "sha256": hashlib.sha256(text.encode()).hexdigest()}
     return f"{json.dumps(head)}\n{text}\n".encode()
+
+
+def body_of(file: Path) -> dict[str, Any]:
+    """What a plan's file holds, as `sealed` takes it."""
+    body = read(file)
+    number_traces(body)
+    return body
 
 
 def damaged(data: bytes, chance: random.Random) -> bytes:

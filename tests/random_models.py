@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh, SbpcError
-from sbpc.api.planning import Task, prepare
+from sbpc.api.task import Task, prepare
 from sbpc.errors import CaptureError, PlanError
 from sbpc.graph.pytree import flatten
 from sbpc.mesh.cluster import CLUSTERS

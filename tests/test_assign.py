@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.api.planning import prepare
+from sbpc.api.task import prepare
 from sbpc.graph.ports import results
 from sbpc.passes.annotate import annotate
 from sbpc.passes.assign import layout_problem

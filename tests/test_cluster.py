@@ -14,7 +14,7 @@ import sympy
 
 import sbpc
 from sbpc import Cluster, Mesh
-from sbpc.api.planning import prepare
+from sbpc.api.task import prepare
 from sbpc.boxing.steps import step_cost
 from sbpc.errors import MeshError
 from sbpc.mesh import cluster as cluster_module

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.api.planning import prepare
+from sbpc.api.task import prepare
 from sbpc.errors import PlanError
 from sbpc.mesh.cluster import CLUSTERS
 from sbpc.passes.assign.expert_schemes import EXPERTS

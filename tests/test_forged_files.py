@@ -16,11 +16,11 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Mesh
 from sbpc.errors import MeshError, PlanError, RuleError, read_json
-from sbpc.plans import plan_bytes
 from sbpc.plans.file_schema import misfit
 from sbpc.runtime.state.checkpoint import Checkpoints
 from sbpc.runtime.state.weight_files import save_tensors
 from tests.forging import (
+    body_of,
     everywhere,
     model_of,
     optimizer_of,
@@ -121,7 +121,7 @@ def test_a_thousand_forged_files_are_refused_or_mean_what_they_say(folder: Path,
 @pytest.mark.parametrize("name", ["mlp-staged.sbpc", "mlp-exported.sbpc"])
 def test_no_text_of_a_file_may_hold_what_ends_its_line(folder: Path, name: str) -> None:
     """But that of a stack trace, which has lines."""
-    body = plan_bytes.read(written(folder / name))
+    body = body_of(written(folder / name))
     for old in sorted(set(texts_in(body))):
         wrong = misfit(read_json(json.dumps(everywhere(body, old, f"{old}\nx"))))
         assert wrong or 'File "' in old, old
@@ -197,7 +197,7 @@ OUTSIDE: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
 def test_a_file_cannot_call_what_reads_outside_its_tensors(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sbpc.plan(Chain(), (torch.ones(2, 3, 8, 8),), Mesh(x=2)).save(tmp_path / "plan")
-    whole = plan_bytes.read(tmp_path / "plan")
+    whole = body_of(tmp_path / "plan")
     sbpc.load(tmp_path / "plan").verify()
     for what, change, said in OUTSIDE:
         body = json.loads(json.dumps(whole))
@@ -217,7 +217,7 @@ class Busy:
 def test_a_file_makes_no_object_whose_class_does_more_than_to_hold_its_fields(tmp_path: Path) -> None:
     model, args = model_of("mlp")
     sbpc.plan(model, args, Mesh(x=2)).save(tmp_path / "plan")
-    body = plan_bytes.read(tmp_path / "plan")
+    body = body_of(tmp_path / "plan")
     body["ports"]["results"] = body["chunks"][0]["ports"]["results"] = [
         "dataclass",
         f"{__name__}:Busy",
@@ -283,7 +283,7 @@ def test_a_call_that_the_rule_of_its_op_does_not_fit_is_read_back(tmp_path: Path
 
 def test_a_file_that_lacks_the_layout_of_an_output_is_refused(tmp_path: Path) -> None:
     sbpc.plan(nn.Linear(4, 4), (torch.ones(4, 4),), Mesh(x=2)).save(tmp_path / "plan")
-    body = plan_bytes.read(tmp_path / "plan")
+    body = body_of(tmp_path / "plan")
     (chunk,) = body["chunks"]
     left = chunk["outputs"]
     for at, _ in enumerate(left):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.api.planning import prepare
+from sbpc.api.task import prepare
 from sbpc.passes.pipeline import Stages, make_plan
 from sbpc.plans.options import Options
 from sbpc.plans.symbolic_sizes import name_dims

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Mesh
 from sbpc.api.candidates import candidates, least_flops
-from sbpc.api.planning import prepare
+from sbpc.api.task import prepare
 from sbpc.mesh.cluster import named_cluster
 from sbpc.mesh.kernels import Attention, Product
 from sbpc.rules import match

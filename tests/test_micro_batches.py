@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.api.planning import prepare
+from sbpc.api.task import prepare
 from sbpc.errors import LoopError, PlanError, SbpcError
 from sbpc.graph.ports import INPUT, Port
 from sbpc.mesh.cluster import Cluster

@@ -9,7 +9,7 @@ from torch import nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.api.planning import prepare
+from sbpc.api.task import prepare
 from sbpc.errors import PinError
 from sbpc.mesh.pins import both
 from sbpc.passes.assign.space import Space

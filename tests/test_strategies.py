@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Mesh
 from sbpc.api.candidates import Candidate, block_times, candidates
-from sbpc.api.planning import prepare
 from sbpc.api.short_model import short_model
 from sbpc.api.staging import short_plans
 from sbpc.api.strategies import Search, StrategyRow
+from sbpc.api.task import prepare
 from sbpc.cli.commands.sweep import refused_lines
 from sbpc.cli.main import main
 from sbpc.errors import MemoryLimitError, SbpcError

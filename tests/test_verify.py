@@ -10,7 +10,7 @@ import pytest
 from torch.fx import GraphModule, Node
 
 from sbpc import Mesh
-from sbpc.api.planning import Task, prepare
+from sbpc.api.task import Task, prepare
 from sbpc.errors import VerifyError
 from sbpc.graph.operands import operands
 from sbpc.graph.ports import results

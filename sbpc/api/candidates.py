@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sbpc.api.planning import Task
+from sbpc.api.task import Task
 from sbpc.graph.ports import PARAMETER, placeholders
 from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.mesh import Mesh

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from sbpc.api.planning import Task
+from sbpc.api.task import Task
 from sbpc.errors import PlanError
+from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import INPUT, OUTPUT, Port
 from sbpc.graph.pytree import unflatten
 from sbpc.graph.rewrite import rebuild
@@ -32,6 +33,7 @@ TRAIN = "train"  # the step that a file of stages holds
 ABOUT = ("train", "model", "dtype", "eval", "left_out", "guards")  # what the options of a plan say of its step
 
 
+@uncollected()
 def load(path: str | Path) -> Any:
     """Returns the plan that `Plan.save` wrote. Reading it runs no code of the file's, and what it holds is checked:
     it may be a stranger's.
@@ -84,29 +86,31 @@ def load_exported(path: str | Path, step: str | None = None) -> Programs | Plan:
     return plan
 
 
-def plan_in(decoder: Decoder) -> Plan:
-    """Returns the plan in what a file holds, checked."""
+def plan_in(decoder: Decoder, known: bool = False) -> Plan:
+    """Returns the plan in what a file holds, checked. known: by this sbpc, so that what it makes of the file is not
+    looked at, too."""
     mesh, options, loop, body = decoder.mesh(), decoder.options(), decoder.loop(), decoder.body
     inner = mesh if loop is None else mesh.without(options.stages)
     dynamic = options.dynamic if loop is None else None
-    chunks = [chunk_in(each, inner, options, dynamic) for each in decoder.chunks(inner.axes)]
+    chunks = [chunk_in(each, inner, options, dynamic, known) for each in decoder.chunks(inner.axes)]
     in_loop = frozenset(Port(*each) for each in body["loop"]["in_loop"]) if loop is not None else frozenset[Port]()
     plan = Plan(mesh, chunks, options, float(body["lower_bound"]), loop, in_loop, float(body["serial_bound"]))
     if loop is None:
         if len(chunks) != 1 or any(getattr(chunks[0], key) for key in NAMED) or chunks[0].ports != decoder.ports():
             raise decoder.fail("a step of one program that is not one chunk")
-        verify_boxed(plan.boxed, mesh)
         plan.again = partial(again, plan)
     else:
         for mistake in mistakes(plan, loop):
             raise decoder.fail(mistake)
-        plan.verify()
-    str(plan)
+    if not known:
+        verify_boxed(plan.boxed, mesh) if loop is None else plan.verify()
+        str(plan)
     return plan
 
 
-def chunk_in(decoder: Decoder, mesh: Mesh, options: Options, dynamic: Mapping[str, Any] | None) -> Chunk:
-    """Returns a chunk in what a file holds, checked. mesh: of a stage. options: of the plan. dynamic: names of dims."""
+def chunk_in(decoder: Decoder, mesh: Mesh, options: Options, dynamic: Mapping[str, Any] | None, known: bool) -> Chunk:
+    """Returns a chunk in what a file holds, checked. mesh: of a stage. options: of the plan. dynamic: names of dims.
+    known: as of `plan_in`."""
     gm = annotate(decoder.graph(decoder.body))
     assignment = Assignment(*decoder.assignment(gm))
     if dynamic is not None:
@@ -122,7 +126,8 @@ def chunk_in(decoder: Decoder, mesh: Mesh, options: Options, dynamic: Mapping[st
     unflatten(ports.arguments, [None] * len(names))
     named: dict[str, Any] = decoder.named()
     chunk = Chunk(mesh, gm, assignment, rewriter_of(options), **named)
-    verify_boxed(chunk.unscheduled, mesh)
+    if not known:
+        verify_boxed(chunk.unscheduled, mesh)
     return chunk
 
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sbpc.api.candidates import PIPE, Candidate, Refused, block_times
-from sbpc.api.planning import Task
 from sbpc.api.recompute import forms_of
 from sbpc.api.staging import EXPERTS, plan_stages, short_plans
+from sbpc.api.task import Task
 from sbpc.errors import MemoryLimitError, PlanError, SbpcError
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import Port, placeholders

@@ -14,9 +14,9 @@ from torch.fx import GraphModule
 
 from sbpc.api.candidates import candidates
 from sbpc.api.checks import checked
-from sbpc.api.planning import Task, prepare
 from sbpc.api.short_model import short_model
 from sbpc.api.strategies import Search
+from sbpc.api.task import Task, prepare
 from sbpc.errors import MemoryLimitError, MeshError, SbpcError, check_kinds, least_of, shown
 from sbpc.mesh.cluster import COLLECTIVES, Cluster
 from sbpc.mesh.mesh import Mesh

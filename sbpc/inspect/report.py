@@ -81,6 +81,8 @@ def figure_lines(plan: Plan) -> list[str]:
     if cost.memory["total"] > mesh.cluster.memory:
         device = f"a device of {mesh.cluster.name!r} has {quantity(mesh.cluster.memory, 'B')}"
         lines.append(f"          {device}: ask for a plan that fits with memory={mesh.cluster.memory:g}")
+    if plan.cached is not None:
+        lines.append(f"made      before, and read from {plan.cached} (SBPC_CACHE=0 plans anew)")
     return lines + ([IDEAL] if mesh.cluster.name == "ideal" else [])
 
 

@@ -130,13 +130,12 @@ KINDS = {"node": IDENTIFIER, "float": NAME, "dict": table(call_argument), "devic
 TENSOR = row(DTYPE, SIZES, SIZES)
 VALUE = either(NONE, TENSOR, record({"several": many(either(NONE, TENSOR))}))
 META = {
-    "module": NAME, "stack_trace": TEXT, "phase": one_of("forward", "backward"), "decomposed": NAME, PANEL_OF: NAME,
+    "module": NAME, "stack_trace": INTEGER, "phase": one_of("forward", "backward"), "decomposed": NAME, PANEL_OF: NAME,
     RECOMPUTES: NAME, "part": row(NAME, SIZES),
 }  # fmt: skip
 NODE = {"name": IDENTIFIER, "op": NAME, "target": NAME, "val": VALUE, "args": many(call_argument), "kwargs": KWARGS}
 CONSTANTS = {"constants": table(row(DTYPE, SIZES, many(call_argument)))}
 GRAPH = CONSTANTS | {"graph": many(record(NODE, META))}
-PROGRAM = CONSTANTS | {"graph": many(record(NODE, META | {"stack_trace": INTEGER}))}
 PORTS = record({
     "inputs": many(record({"kind": one_of(*INPUTS), "name": NAME})),
     "outputs": many(record({"kind": one_of(*OUTPUTS), "name": NAME})), "arguments": structure, "results": structure,
@@ -168,12 +167,13 @@ PLAN = {
     "lower_bound": NUMBER, "serial_bound": NUMBER, "chunks": many(CHUNK), "loop": either(NONE, LOOP),
 }  # fmt: skip
 PROGRAMS = PLAN | {
-    "programs": table(many(record(PROGRAM))), "ranks": many(INTEGER), "given": LAYOUTS, "left": LAYOUTS,
-    "inputs": many(VALUE), "outputs": many(VALUE), "traces": many(TEXT),
+    "programs": table(many(record(GRAPH))), "ranks": many(INTEGER), "given": LAYOUTS, "left": LAYOUTS,
+    "inputs": many(VALUE), "outputs": many(VALUE),
 }  # fmt: skip
-EXPORTED = record(PROGRAMS | {"steps": table(record(PROGRAMS))})
+TRACES = {"traces": many(TEXT)}  # lines of the source, to which nodes refer by number
+EXPORTED = record(PROGRAMS | TRACES | {"steps": table(record(PROGRAMS))})
 
 
 def misfit(body: dict[str, Any]) -> str | None:
     """Returns the first place in the body of a file that no plan or exported file has so; None if there is none."""
-    return (EXPORTED if "programs" in body else record(PLAN))(body)
+    return (EXPORTED if "programs" in body else record(PLAN | TRACES))(body)

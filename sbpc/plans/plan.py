@@ -75,7 +75,8 @@ class Plan(PlannedStep):
     and communicates at least if nothing overlaps, in seconds; 0 where that is `lower_bound`. times: CPU seconds by
     pass; "capture" is the torch call alone. body: of a loop the plan of a micro-batch through all stages, in which
     layouts were chosen. prover: the problem that a step of one program solves; both None where the plan was read from a
-    file. again: plans the step again on this mesh, with other options as given.
+    file. again: plans the step again on this mesh, with other options as given. cached: the file of a plan that
+    was made before, see `sbpc.api.plan_cache`; anew: makes that plan again.
 
     Three graphs show how a step of one chunk is written: `graph` has a layout for every value (`tangent_0`, ... in
     it are the gradients of the outputs, which come in from outside), `boxed` also the collectives between layouts,
@@ -86,6 +87,8 @@ class Plan(PlannedStep):
     times: dict[str, float] = field(default_factory=dict)
     prover: Prover | None = field(default=None, repr=False, compare=False)
     again: Callable[..., Plan] = field(default=no_model, repr=False)
+    cached: Path | None = field(default=None, init=False, compare=False)  # a plan that is made of this one has neither
+    anew: Callable[[], Plan] | None = field(default=None, init=False, repr=False, compare=False)
 
     @functools.cached_property
     def cost(self) -> Cost:
@@ -102,17 +105,23 @@ class Plan(PlannedStep):
         return memory_curve(self, self.fullest)
 
     # --- how good it is -----------------------------------------------------------------------------------------------
+    @functools.cached_property
+    def origin(self) -> Plan:
+        """The plan with the problem that it solves: itself, or, if it was made before, the same made again."""
+        return self if self.anew is None else self.anew()
+
     @property
     def solved(self) -> Plan:
         """The plan whose layout problem is that of the step: itself, or that of a micro-batch. Raises PlanError if
         it was not kept."""
-        if self.loop is None:
-            return self
-        if self.body is None or self.options.memory is not None:
-            lost = "that was read from a file" if self.body is None else "under a memory limit"
+        plan = self.origin
+        if plan.loop is None:
+            return plan
+        if plan.body is None or self.options.memory is not None:
+            lost = "that was read from a file" if plan.body is None else "under a memory limit"
             what = f"a plan {lost} does not hold the problem that it solves"
             raise PlanError(f"{what}\n  Plan the model anew here, without a memory limit, and ask that plan.")
-        return self.body
+        return plan.body
 
     @property
     def problem(self) -> Prover:
@@ -143,7 +152,7 @@ class Plan(PlannedStep):
         check_kinds(PlanError, seconds=(seconds, "a number of seconds"))
         better, bound = self.problem.certify(self.solved, seconds)
         if better is not None and self.loop is None:
-            kept = {"again": self.again}
+            kept = {"again": self.origin.again}
             vars(self).clear()
             vars(self).update(vars(better) | kept)
         self.lower_bound = max(self.lower_bound, self.times_solved * bound)
@@ -172,7 +181,7 @@ class Plan(PlannedStep):
         is under a limit.
         """
         if self.loop is None:
-            return self.rewriter.explain(self, name)
+            return self.rewriter.explain(self.origin, name)
         self.layout(name)
         found = self.rewriter.explain(self.solved, name)
         how = (

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,26 +18,31 @@ from sbpc.plans.file_graph import may_call
 from sbpc.plans.file_schema import misfit
 
 FORMAT = "sbpc plan"
-VERSION = 3
+VERSION = 4
 NAMESPACES = ("aten", "prims", "sbpc")
+TRACE, TRACES = "stack_trace", "traces"  # of a node, the number of its lines of the source among those of the file
+PARTS = frozenset({"chunks", "loop", "before", "after", "programs", "steps"})  # where a file has graphs
 
 
-def write(content: dict[str, Any], path: Path) -> None:
+def write(content: dict[str, Any], path: Path, checked: bool = True) -> None:
     """Writes a file's content. A temporary file is moved into place, so that a reader never sees half a plan.
 
+    checked: whether it is read once before, as `read` does.
     Raises PlanError for what `read` would refuse, such as a parameter with a line end in its name, or an op that it
     may not call.
     """
-    for call in calls_in(content):
+    for call in nodes_in(content):
         space, *names = call["target"].split(".")
-        if space in NAMESPACES and not may_call(functools.reduce(getattr, names, getattr(torch.ops, space))):
+        called = call["op"] == "call_function" and space in NAMESPACES
+        if called and not may_call(functools.reduce(getattr, names, getattr(torch.ops, space))):
             what = (
                 f"a file may not call {call['target']}, as %{call['name']} does in {call.get('module') or 'the model'}"
             )
             raise PlanError(f"{what}\n  Give the op a rule by sbpc.rule, there where the file is read, too.")
+    number_traces(content)
     body = json.dumps(content, separators=(",", ":"), sort_keys=True)
     try:
-        wrong = misfit(read_json(body))
+        wrong = misfit(read_json(body)) if checked else None
     except ValueError as error:
         wrong = str(error)
     if wrong is not None:
@@ -47,20 +53,32 @@ def write(content: dict[str, Any], path: Path) -> None:
     try:
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a directory")
-        temporary = path.with_name(path.name + ".part")
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.part")  # other ranks may write the same file
         temporary.write_text(json.dumps({"format": FORMAT, "version": VERSION, "sha256": digest}) + "\n" + body + "\n")
         temporary.replace(path)
     except OSError as error:
         raise PlanError(f"the plan cannot be written: {error}\n  Name a file in a folder that exists.") from error
 
 
-def calls_in(content: Any) -> Iterator[dict[str, Any]]:
-    """Yields the calls of all graphs in a file's content."""
-    if isinstance(content, dict) and content.get("op") == "call_function":
-        yield content
-    elif isinstance(content, (dict, list)):
-        for item in content.values() if isinstance(content, dict) else content:
-            yield from calls_in(item)
+def number_traces(content: dict[str, Any]) -> None:
+    """Puts the lines of the source, which many nodes share, into a list, and their numbers into the nodes."""
+    traces = dict[str, int]()
+    for node in nodes_in(content):
+        if TRACE in node:
+            node[TRACE] = traces.setdefault(node[TRACE], len(traces))
+    content[TRACES] = list(traces)
+
+
+def nodes_in(content: Any) -> Iterator[dict[str, Any]]:
+    """Yields the nodes of all graphs in a file's content."""
+    if isinstance(content, list):
+        for item in content:
+            yield from nodes_in(item)
+    elif content is not None:
+        yield from content.get("graph", ())
+        for key, item in content.items():
+            if key in PARTS:
+                yield from nodes_in(list(item.values()) if key in ("programs", "steps") else item)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -86,4 +104,10 @@ def read(path: Path) -> dict[str, Any]:
     wrong = misfit(content)
     if wrong is not None:
         raise PlanError(f"{path}: {wrong.removeprefix('.')}\n  Plan anew with this version of sbpc and torch.")
+    traces = content[TRACES]
+    for node in nodes_in(content):
+        if TRACE in node:
+            if not 0 <= node[TRACE] < len(traces):
+                raise PlanError(f"{path}: a node has no lines of the source\n  Plan anew.")
+            node[TRACE] = traces[node[TRACE]]
     return content

@@ -3,6 +3,7 @@ namespaces."""
 
 from __future__ import annotations
 
+import functools
 import keyword
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -127,8 +128,14 @@ def encode_node(node: Node) -> dict[str, Any]:
         item["part"] = [str(node.meta["sbp"]), list(node.meta["whole_shape"])]
     item |= about(node, SAVED_META)
     if "stack_trace" in item:  # of a source line with tabs, or a path of whatever a file system allows
-        item["stack_trace"] = printable(str(item["stack_trace"] or "").expandtabs())
+        item["stack_trace"] = lines_of(str(item["stack_trace"] or ""))
     return item
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def lines_of(trace: str) -> str:
+    """Returns lines of the source as a file may hold them; many nodes share them."""
+    return printable(trace.expandtabs())
 
 
 def encode_value(value: Any) -> Any:

@@ -2,8 +2,8 @@
 
 A step of an exported file is the body of a plan's file (`plan_file.encode`) and besides: `programs`, by the names of
 `StepPrograms` one graph for every class of ranks with equal local shapes; `ranks`, the number of its class by rank;
-`given` and `left`, the layouts of inputs and outputs; `inputs` and `outputs`, their global shapes; `traces`, the
-lines of the source, to which the calls of programs refer by number. The further steps of a file stand under `steps`.
+`given` and `left`, the layouts of inputs and outputs; `inputs` and `outputs`, their global shapes. The further steps
+of a file stand under `steps`.
 """
 
 from __future__ import annotations
@@ -95,12 +95,8 @@ def encode(plan: Plan) -> dict[str, Any]:
         name: [plan_file.encode_graph(made.program(name, rank)) for rank in first.values()]
         for name in names_of(plan.ports)
     }
-    traces = dict[str, int]()
-    for item in traced(programs):
-        item["stack_trace"] = traces.setdefault(item["stack_trace"], len(traces))
     return plan_file.encode(plan) | {
         "programs": programs,
-        "traces": list(traces),
         "ranks": [list(first).index(key) for key in classes],
         "given": plan_file.encode_layouts(plan.given.values()),
         "left": plan_file.encode_layouts(plan.left.values()),
@@ -111,20 +107,12 @@ def encode(plan: Plan) -> dict[str, Any]:
     }
 
 
-def traced(programs: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Yields the nodes of programs that have a stack trace."""
-    graphs = chain(*programs.values())
-    return (item for graph in graphs for item in graph["graph"] if "stack_trace" in item)
-
-
 def decode(decoder: Decoder) -> Programs:
     """Returns the programs of a step. Raises PlanError if the file has none, or if they do not fit its mesh and its
     ports."""
     body, ports = decoder.body, decoder.ports()
     ports = replace(ports, results=plain(ports.results))
     given, left = decoder.layouts("given"), decoder.layouts("left")
-    for item in traced(body["programs"]):
-        item["stack_trace"] = body["traces"][item["stack_trace"]]
     if any(layout is not None and layout.partial for layout in (*given, *left)):
         raise decoder.fail("an input or an output holds partial results")
     programs = Programs(

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from sbpc import Mesh
 from sbpc.api.candidates import block_times
-from sbpc.api.planning import prepare
 from sbpc.api.recompute import forms_of
 from sbpc.api.staging import short_plans
+from sbpc.api.task import prepare
 from sbpc.mesh.cluster import Cluster, named_cluster
 from sbpc.mesh.kernels import Attention, Product
 from sbpc.passes.loop.body import loop_of

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from sbpc.api.candidates import candidates
-from sbpc.api.planning import prepare
 from sbpc.api.short_model import short_model
 from sbpc.api.strategies import Search, StrategyRow
+from sbpc.api.task import prepare
 from sbpc.mesh.cluster import Cluster, named_cluster
 from sbpc.plans.options import FULL
 from tests.bench.published import SEQ, VOCAB, Decoder, rows_of

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx.node import map_aggregate, map_arg
 
 from sbpc._compat import OpOverload
-from sbpc.api.planning import prepare
+from sbpc.api.task import prepare
 from sbpc.cli.options import add_file, add_step, target_of
 from sbpc.cli.output import check_file, print_json, quiet, table_of
 from sbpc.cli.target import import_file
