@@ -35,6 +35,7 @@ from sbpc.passes.localize import localize
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.micro_batches import micro_batches
 from sbpc.passes.loop.recompute import recompute
+from sbpc.passes.loop.slices import in_slices
 from sbpc.passes.memory.limited_space import LimitedSpace, store
 from sbpc.passes.memory.search import MemorySearch
 from sbpc.passes.panels.cut import in_panels
@@ -75,6 +76,7 @@ PASSES = {
         Pass("decompose", decompose, verify_captured, "always"),
         Pass("lift", lift, verify_captured, "always"),
         Pass("annotate", annotate, verify_annotated, "always"),
+        Pass("slices", in_slices, verify_annotated, "where slices= is above 1, or None and `memory` is tight"),
         Pass("recompute", recompute, verify_annotated, "where recompute= is not 'none'"),
         Pass(
             "microbatches",

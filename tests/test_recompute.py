@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Mesh
 from sbpc.errors import PlanError, SbpcError
-from sbpc.graph.about import RECOMPUTES, awaited_gradients
+from sbpc.graph.about import RECOMPUTES, must_wait
 from sbpc.graph.ports import BUFFER, MUTATION, placeholders, results
 from sbpc.graph.random_bits import BITS
 from sbpc.mesh.cluster import Cluster
@@ -293,7 +293,7 @@ def test_what_is_computed_again_waits_for_its_gradient_however_calls_are_ordered
     mesh = Mesh(t=2, cluster=LAN)
     model, args = models.gpt2(batch=8, seq=16, width=64, heads=4, layers=4)
     boxed = sbpc.baseline("megatron", model, args, mesh, recompute="full", microbatches=1).unscheduled
-    calls, after = [node for node in boxed.graph.nodes if node.op == "call_function"], awaited_gradients(boxed)
+    calls, after = [node for node in boxed.graph.nodes if node.op == "call_function"], must_wait(boxed)
     assert after and all(after.values())
     orders = [
         ordered(boxed, *list_schedule(calls, works(boxed, mesh), rule="order", after=waits)) for waits in (after, {})

@@ -26,7 +26,7 @@ from torch.fx.node import map_arg
 from sbpc._compat import rename
 from sbpc.boxing.steps import Step
 from sbpc.errors import LayoutError, PinError, PlanError
-from sbpc.graph.about import awaited_gradients
+from sbpc.graph.about import must_wait
 from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import results
 from sbpc.graph.rewrite import Writer, mode_of, put, rebuild
@@ -109,7 +109,7 @@ def one_by_one(gm: GraphModule, copy_of: Mapping[str, int]) -> GraphModule:
     number = {node: at for at, node in enumerate(nodes)}
     order = networkx.DiGraph((node, user) for node in nodes for user in node.users)
     order.add_nodes_from(nodes)
-    order.add_edges_from((each, node) for node, earlier in awaited_gradients(gm).items() for each in earlier)
+    order.add_edges_from((each, node) for node, earlier in must_wait(gm).items() for each in earlier)
     shared = len(copy_of)  # more than any copy
     needed = dict.fromkeys(nodes, shared)  # by node, the first copy that needs it
     for node in reversed(nodes):

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from sbpc.graph.about import PANEL_OF, awaited_gradients
+from sbpc.graph.about import PANEL_OF, must_wait
 from sbpc.graph.rewrite import Copies, called, put
 from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.mesh import Mesh
@@ -42,7 +42,7 @@ def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None) -> Gra
     work = works(boxed, mesh)
     if all(work[node].stream == COMPUTE for node in calls):
         return boxed
-    after, kinds = awaited_gradients(boxed), {node: kind_of(node) for node in calls if work[node].latency}
+    after, kinds = must_wait(boxed), {node: kind_of(node) for node in calls if work[node].latency}
     most = SLACK * (Life.of(boxed, mesh).peak + panel_bytes(boxed, mesh)) if budget is None else budget
     tried: set[Hashable] = set()
     for window in (each for each in WINDOWS if each == math.inf or each < len(calls)):

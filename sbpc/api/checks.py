@@ -80,7 +80,7 @@ def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
             raise PinError(
                 f"{name}: {shown(layout)} is no layout\n  A layout is a text such as 'S(0)@data', or a sbpc.Layout."
             )
-    for name in ("microbatches", "panels"):
+    for name in ("microbatches", "panels", "slices"):
         count = getattr(known, name)
         if count is not None and (not is_number(count, Integral) or count < 1):
             raise SbpcError(f"{name} is {shown(count)}\n  It is an integer from 1 on, or None.")

@@ -26,6 +26,7 @@ from sbpc.mesh.pins import conflict
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Wishes, expert_alternatives, wishes
 from sbpc.passes.loop.micro_batches import in_halves
+from sbpc.passes.loop.slices import usual_slices
 from sbpc.passes.panels.choice import all_in_panels, faster_in_panels, fitting_in_panels
 from sbpc.passes.pipeline import Stages, finish, front, make_plan
 from sbpc.plans.chunk import Assignment
@@ -48,6 +49,24 @@ class Task:
     def planned(self, mesh: Mesh, options: Options) -> Plan:
         """Returns the plan with stages along an axis; without one that of a loop, where micro-batches are asked for
         and the step is one."""
+        task, options = self.sliced(mesh, options)
+        return task.in_chunks(mesh, options)
+
+    def sliced(self, mesh: Mesh, options: Options) -> tuple[Task, Options]:
+        """Returns the step with its head in slices, and options that say in how many."""
+        count = options.slices or usual_slices(self.gm, mesh.ranks * (options.microbatches or 1), options.memory)
+        if count == 1:
+            return self, options
+        try:
+            gm = self.stages.run("slices", self.gm, count)
+        except PlanError:
+            if options.slices is not None:
+                raise
+            return self, options
+        return Task(gm, self.stages, self.about), replace(options, slices=count)
+
+    def in_chunks(self, mesh: Mesh, options: Options) -> Plan:
+        """Returns the plan of the step as it is now, see `planned`."""
         if options.stages is not None or (self.about["train"] and may_loop(options)):
             try:
                 return plan_stages(self.gm, self.stages, mesh, replace(options, **self.about))

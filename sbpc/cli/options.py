@@ -118,6 +118,12 @@ ON_A_MESH: dict[str, dict[str, Any]] = {  # keywords of `sbpc.plan` for one mesh
         "help": "cut products next to a collective into this many parts (default: 2, 4 or 8 where that is faster, "
         "else 1)",
     },
+    "slices": {
+        "type": positive,
+        "metavar": "N",
+        "help": "run the last product and the loss on this many parts of the positions, one after the other (default: "
+        "1, or as many as a tight --memory asks for)",
+    },
     "recompute": {
         "choices": RECOMPUTE,
         "help": "what a backward computes again instead of having it kept (default: none)",

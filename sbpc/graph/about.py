@@ -18,9 +18,10 @@ from sbpc.graph.ports import TANGENT, placeholders
 # Keys in the meta of a call.
 RECOMPUTES = "recomputes"  # the name of the call whose value it computes again
 PANEL_OF = "panel_of"  # of the product of a panel: the name of the product that is cut
+SLICE = "slice"  # of a call of the head: the number of the part of the positions on which it works
 PLACE = "phase", "stack_trace", "module"  # forward or backward, the user's lines, the path of the module
 # and the op that was taken apart: what stands for a node says these as it does
-ORIGIN = *PLACE, "decomposed", RECOMPUTES
+ORIGIN = *PLACE, "decomposed", RECOMPUTES, SLICE
 
 
 def about(node: Node, keys: tuple[str, ...] = PLACE) -> dict[str, Any]:
@@ -44,13 +45,27 @@ def is_boxing(node: Node) -> bool:
     return "step" in node.meta or "awaits" in node.meta
 
 
-def awaited_gradients(gm: GraphModule) -> dict[Node, list[Node]]:
-    """Returns, by call that computes a value again, the calls that must run before it: an order, not operands.
+def must_wait(gm: GraphModule) -> dict[Node, list[Node]]:
+    """Returns, by call that must wait, the calls that must run before it: an order, not operands. All stand before
+    the call in the graph, so that its order still works.
 
-    They make the gradients with which the value, or what is made of it, first meets in the backward. All stand
-    before the call in the graph, so that its order still works.
+    A call that computes a value again waits for the gradients with which the value, or what is made of it, first
+    meets in the backward; the head on one part of the positions for all of the part before, its backward as well.
     """
-    nodes = list(gm.graph.nodes)
+    nodes, waiting, ends = list(gm.graph.nodes), dict[Node, list[Node]](), dict[int, list[Node]]()
+    for node in nodes:
+        if (at := node.meta.get(SLICE)) is None:
+            continue
+        begins = all(used.meta.get(SLICE) != at for used in node.all_input_nodes)
+        if begins and node.meta.get("phase") != "backward" and at - 1 in ends:
+            waiting[node] = list(ends[at - 1])
+        if all(user.meta.get(SLICE) != at for user in node.users):
+            ends.setdefault(at, []).append(node)
+    return waiting | awaited_gradients(nodes, gm)
+
+
+def awaited_gradients(nodes: list[Node], gm: GraphModule) -> dict[Node, list[Node]]:
+    """Returns for what computes values again what `must_wait` does."""
     if not any(map(is_recomputed, nodes)):
         return {}
     driven = set(placeholders(gm, TANGENT).values())  # by a gradient

@@ -140,10 +140,15 @@ def rewrite(gm: GraphModule, rewrites: Mapping[Any, Callable[..., Any]]) -> Grap
             writer[node] = write(writer, *args, **kwargs)
         if writer.get(node) is None:
             writer.keep(node)
-    for node in reversed(writer.graph.nodes):
-        if node.op in ("call_function", "get_attr") and not node.users:
-            writer.graph.erase_node(node)
+    drop_unused(writer.graph)
     return writer.module(gm)
+
+
+def drop_unused(graph: Graph) -> None:
+    """Removes the calls and constants that nothing reads."""
+    for node in reversed(graph.nodes):
+        if node.op in ("call_function", "get_attr") and not node.users:
+            graph.erase_node(node)
 
 
 def _metadata(value: Tensor) -> tuple[Any, ...]:

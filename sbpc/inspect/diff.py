@@ -33,6 +33,7 @@ ASKED = (  # options that are compared
     "schedule",
     "microbatches",
     "panels",
+    "slices",
     "recompute",
     "pin",
 )

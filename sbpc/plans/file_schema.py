@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sbpc.errors import is_name, is_number, shown
-from sbpc.graph.about import PANEL_OF, RECOMPUTES
+from sbpc.graph.about import PANEL_OF, RECOMPUTES, SLICE
 from sbpc.graph.ports import INPUTS, OUTPUTS
 from sbpc.plans.options import OBJECTIVES, OPTIMIZER_STATE
 
@@ -131,7 +131,7 @@ TENSOR = row(DTYPE, SIZES, SIZES)
 VALUE = either(NONE, TENSOR, record({"several": many(either(NONE, TENSOR))}))
 META = {
     "module": NAME, "stack_trace": INTEGER, "phase": one_of("forward", "backward"), "decomposed": NAME, PANEL_OF: NAME,
-    RECOMPUTES: NAME, "part": row(NAME, SIZES),
+    RECOMPUTES: NAME, "part": row(NAME, SIZES), SLICE: INTEGER,
 }  # fmt: skip
 NODE = {"name": IDENTIFIER, "op": NAME, "target": NAME, "val": VALUE, "args": many(call_argument), "kwargs": KWARGS}
 CONSTANTS = {"constants": table(row(DTYPE, SIZES, many(call_argument)))}
@@ -146,8 +146,8 @@ MEMORY = either(NONE, NUMBER, leaf(lambda v: v == math.inf))
 OPTIMIZER = leaf(lambda v: v in (*OPTIMIZER_STATE,))
 OPTIONS = record({"train": FLAG, "model": NAME, "objective": one_of(*OBJECTIVES), "optimizer": OPTIMIZER}, {
     "dtype": either(NONE, NAME), "eval": many(NAME), "left_out": many(NAME), "memory": MEMORY, "pin": table(NAME),
-    "spread": FLAG, "microbatches": COUNT, "panels": COUNT, "recompute": NAME, "baseline": NAME, "schedule": NAME,
-    "stages": either(NONE, NAME), "inputs": LAYOUTS, "outputs": LAYOUTS, "guards": table(many(LINE)),
+    "spread": FLAG, "microbatches": COUNT, "panels": COUNT, "slices": COUNT, "recompute": NAME, "baseline": NAME,
+    "schedule": NAME, "stages": either(NONE, NAME), "inputs": LAYOUTS, "outputs": LAYOUTS, "guards": table(many(LINE)),
     "dynamic": many(row(NAME, either(INTEGER, many(either(NONE, NAME))))),
 })  # fmt: skip
 FIGURE = either(NONE, LINE, leaf(lambda v: is_number(v, (int, float))))

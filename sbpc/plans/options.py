@@ -94,6 +94,13 @@ class Options:
         "is smaller. None is 2, 4 or 8, where the simulated step is shorter by 2 % with them, or no plan fits into "
         "`memory` without, else 1.",
     )
+    slices: int | None = option(
+        None,
+        "into how many parts of the positions the last product of a language model, its loss and their backward are "
+        "cut: one goes after the other, so that the logits of one part are alive. The model returns its loss, or "
+        "`loss` makes it, and no logits. None is 1 without `memory`, else the fewest with which the logits, what the "
+        "loss makes of them and their gradient are at most a sixteenth of it, if all ranks share them.",
+    )
     stages: str | None = option(
         None,
         'the axis of the mesh along which the model is cut into stages of a pipeline, such as "pipe": `plan.chunks` '
