@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +18,10 @@ from sbpc._compat import inductor_compile
 from sbpc.errors import NanError, PlanError, at_node, check_kinds
 from sbpc.graph.operands import nodes_in
 from sbpc.rules.strides import laid_out
+from sbpc.runtime.pieces import in_pieces
 
 aten = torch.ops.aten
+progress = logging.getLogger("sbpc.progress")
 BoxedFunction = Callable[[list[Tensor]], tuple[Any, ...]]
 Executor = Callable[[GraphModule], BoxedFunction]
 
@@ -83,29 +87,42 @@ def interpreter(gm: GraphModule, kind: type[Interpreter] = Interpreter) -> Boxed
 
 
 def inductor(gm: GraphModule) -> BoxedFunction:
-    """Runs Inductor's kernels, compiled at the first call. They need a C++ compiler, on GPUs triton.
+    """Runs Inductor's kernels, compiled at the first call; equal layers are compiled once. They need a C++ compiler,
+    on GPUs triton.
 
     Placeholders that the program returns, such as weights that are saved for the backward, go around the kernels:
     Inductor would make a new view of each.
     """
-    graph = kernels(gm)
-    results: Any = graph.output_node().args[0]
-    graph.erase_node(graph.output_node())
-    places = {node: at for at, node in enumerate(graph.find_nodes(op="placeholder"))}
-    graph.output(tuple(node for node in results if node not in places))
-    sources = [places.get(node) for node in results]  # the placeholder that a result is; None for a computed result
-    inner, compiled = GraphModule(gm, graph), list[Callable[..., Any]]()
+    return in_pieces(kernels(gm), gm, compiled_later)
+
+
+def compiled_later(piece: GraphModule) -> BoxedFunction:
+    """Returns what compiles a program at its first call and runs it."""
+    compiled = list[Callable[..., Any]]()
     strides: list[Any] = []  # with which it was compiled; what has others is copied
 
     def boxed(given: list[Tensor]) -> tuple[Any, ...]:
         if not compiled:
             given[:] = [x.contiguous() if overlaps(x) else x for x in given]
-            compiled.append(inductor_compile(inner, list(given)))
+            progress.debug("Inductor compiles %d calls", len(piece.graph.nodes))
+            compiled.append(inductor_compile(piece, list(given)))
             strides.extend(x.stride() for x in given)
         given[:] = [strided(x, known) for x, known in zip(given, strides)]
-        handed_on = {at: given[at] for at in sources if at is not None}
-        computed = iter(compiled[0](given))
-        return tuple(next(computed) if at is None else handed_on[at] for at in sources)
+        return tuple(compiled[0](given))
+
+    return boxed
+
+
+def auto(gm: GraphModule) -> BoxedFunction:
+    """Runs what is fastest on the device of the first call: Inductor's kernels on a GPU with triton, else generated
+    code, which is as fast on CPUs and there at once."""
+    made = list[BoxedFunction]()
+
+    def boxed(given: list[Tensor]) -> tuple[Any, ...]:
+        if not made:
+            on_gpu = any(x.is_cuda for x in given) and importlib.util.find_spec("triton") is not None
+            made.append(inductor(gm) if on_gpu else code(gm))
+        return made[0](given)
 
     return boxed
 
@@ -173,6 +190,7 @@ def has_nan(value: Any) -> bool:
 
 
 EXECUTORS: dict[str, Executor] = {
+    "auto": auto,
     "code": code,
     "inductor": inductor,
     "interpreter": interpreter,

@@ -83,7 +83,7 @@ def inputs_beside(path: str | Path) -> Path:
 
 
 def module_of(
-    programs: Plan | Programs, file: str | Path, executor: str = "code", device: str | None = None
+    programs: Plan | Programs, file: str | Path, executor: str = "auto", device: str | None = None
 ) -> nn.Module:
     """Returns the parallel module of programs with the weights in a file, or zeros."""
     values = {port.name: value for port, value in programs.shapes.items() if port.kind in (PARAMETER, BUFFER)}

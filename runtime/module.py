@@ -51,7 +51,7 @@ def parallelize(
     evaluate: Plan | Programs | None = None,
     init: Callable[[], nn.Module] | None = None,
     weights: Callable[[str], Tensor] | None = None,
-    executor: str = "code",
+    executor: str = "auto",
     device: str | None = None,
 ) -> nn.Module:
     """Returns `model` as this rank of `plan.mesh` runs it, under torchrun: a new module with DTensor parameters.
@@ -98,7 +98,8 @@ def parallelize(
                Constructors that look at values, such as rejection sampling in `trunc_normal_`, are refused.
     weights    what gives the whole tensor of a name, one after another, in place of the model's, which may be on the
                meta device.
-    executor   "code" (generated), "inductor", "interpreter", or "nans", which ends with NanError at the first op that
+    executor   "auto" is Inductor's kernels on GPUs, where equal layers are compiled once, and generated code on CPUs;
+               "code", "inductor", "interpreter", or "nans", which ends with NanError at the first op that
                makes NaN, with its module and your line.
     device     "cuda" or "cpu"; by default what there is.
 

@@ -105,7 +105,7 @@ def test_options_that_there_are_not_are_refused_with_those_that_there_are() -> N
         "    mesh: sbpc.Mesh(data=2), or a DeviceMesh; needed\n"
         "    memory: bytes per rank\n"
         '    objective: "seconds" or "bytes"\n'
-        '    executor: "code", "interpreter" or "inductor"'
+        '    executor: "auto", "code", "interpreter" or "inductor"'
     )
     with pytest.raises(sbpc.SbpcError, match="the option mesh is None"):
         checked({})

@@ -34,7 +34,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
         process_groups.stop()
 
 
-@pytest.mark.parametrize("executor", ["code", "inductor"])
+@pytest.mark.parametrize("executor", ["auto", "code", "inductor"])
 def test_training_on_one_gpu_equals_eager(one_rank: Any, executor: str) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import sbpc
 from sbpc import Mesh
-from sbpc.passes.assign.space import Run, Space, runs
+from sbpc.graph.repeats import Run, runs
+from sbpc.passes.assign.space import Space
 from sbpc.solver import Bounder, Problem, Proof, Solution, Value, Variable, certify, checked_bound, solve, total
 from sbpc.solver.bounder import blocks, raise_bound
 from sbpc.solver.fold import fold

@@ -55,7 +55,7 @@ def load_module(
     step: str | None = None,
     *,
     weights: str | Path | None = None,
-    executor: str = "code",
+    executor: str = "auto",
     device: str | None = None,
 ) -> nn.Module:
     """Returns the module that an exported file holds, as each rank runs it under torchrun, with DTensor parameters.

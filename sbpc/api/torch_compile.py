@@ -37,7 +37,7 @@ OPTIONS = {
     "mesh": "sbpc.Mesh(data=2), or a DeviceMesh; needed",
     "memory": "bytes per rank",
     "objective": '"seconds" or "bytes"',
-    "executor": '"code", "interpreter" or "inductor"',
+    "executor": '"auto", "code", "interpreter" or "inductor"',
 }
 WHOLE = (
     "torch.compile hands over whole parameters: the work is spread over %s, but every rank holds all of them.\n"
@@ -67,7 +67,7 @@ def sbpc(gm: GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any]
         warned.add(mesh)
         log.warning(WHOLE, mesh)
     train = torch.is_grad_enabled()
-    executor = executor_of(options.pop("executor", "code"))
+    executor = executor_of(options.pop("executor", "auto"))
     with outside_dynamo():
         lifted = LiftedGraph(gm, examples)
         planned = plan(lifted, lifted.inputs, mesh, train=train, pin=lifted.whole(mesh), **options)

@@ -70,7 +70,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", type=int, metavar="N", default=100, help="save after every N steps (default: 100)")
     timeout = f"end when a rank waits longer for another (default: {process_groups.TIMEOUT:g})"
     parser.add_argument("--timeout", type=seconds, metavar="S", help=timeout)
-    executor = "what runs the programs: generated code, Inductor's kernels, or fx's interpreter (default: code)"
+    executor = (
+        "what runs the programs: generated code, Inductor's kernels, or fx's interpreter (default: the fastest "
+        "that the device has)"
+    )
     parser.add_argument("--executor", choices=("code", "inductor", "interpreter"), help=executor)
     trace = "measure the last steps: write what ran when, predicted and measured, for Perfetto, and print a comparison"
     add_file(parser, "--trace", help=trace)
@@ -236,7 +239,7 @@ class Job:
 
 def job_of(options: argparse.Namespace) -> Job:
     """Returns the job of this rank that the options ask for."""
-    executor = "nans" if options.check_nans else options.executor or "code"
+    executor = "nans" if options.check_nans else options.executor or "auto"
     if is_plan(options.target):
         return job_of_file(options, executor)
     if options.plan:
