@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -63,6 +64,15 @@ def test_two_gloo_ranks_started_by_sbpc_run_train_as_one_process_does(capfd):
     expected = train(target.model, batches, optimizer_of("adamw", target.model, 0.01))
     assert json.loads(capfd.readouterr().out)["losses"] == pytest.approx(expected, rel=1e-12)
     assert expected[2] < expected[0]
+
+
+def test_sbpc_run_tells_the_measured_speed_beside_the_predicted_one(capfd):
+    assert main(["run", MLP, "--mesh", "data=2", "--cluster", "ethernet", "--steps", "3"]) == 0
+    measured, predicted = capfd.readouterr().out.splitlines()[-2:]
+    for line, name in ((measured, "measured"), (predicted, "predicted")):
+        assert re.fullmatch(
+            rf"{name} +[\d.e-]+ s a step.*: [\d.]+ % of the peak \(MFU\), [\d,.]+ samples/s a device", line
+        )
 
 
 def test_the_message_of_the_rank_that_failed_first_is_shown(tmp_path):

@@ -32,11 +32,11 @@ class Usage:
         return f"{100 * self.mfu:.1f} % of the peak (MFU), {rate:,.12g} {self.unit}/s a device"
 
     @classmethod
-    def of(cls, cost: Cost, mesh: Mesh, shapes: Mapping[Port, Tensor]) -> Usage | None:
+    def of(cls, cost: Cost, mesh: Mesh, shapes: Mapping[Port, Tensor], seconds: float | None = None) -> Usage | None:
         """Returns the usage of a step on a mesh; None where nothing is told of its machine or its batch. shapes: of
-        the whole step, by port."""
+        the whole step, by port. seconds: that it took, by default those that are predicted."""
         inputs = [value for port, value in shapes.items() if port.kind == INPUT and value.dim()]
-        took = cost.step_seconds * mesh.ranks
+        took = (cost.step_seconds if seconds is None else seconds) * mesh.ranks
         if not inputs or not took or mesh.cluster.name == "ideal":
             return None
         texts = [value for value in inputs if value.dim() == 2 and not value.is_floating_point()]

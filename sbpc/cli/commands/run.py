@@ -7,7 +7,9 @@ exported file, `--inputs FILE.safetensors` holds one batch after another.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -40,6 +42,7 @@ from sbpc.graph.ports import INPUT, Port
 from sbpc.graph.pytree import flatten, unflatten
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
+from sbpc.plans.usage import Usage
 from sbpc.runtime.exported import inputs_beside, module_of, weights_beside
 from sbpc.runtime.module import parallelize
 from sbpc.runtime.start import process_groups
@@ -176,7 +179,21 @@ def run_rank(options: argparse.Namespace) -> int:
         print_json(figures)
     elif first:
         print(f"{steps} steps in {figures['seconds']:.1f} s on {job.plan.mesh.ranks} ranks")
+        for line in speed_lines(job.plan, figures.get("step_seconds")):
+            print(line)
     return 0
+
+
+def speed_lines(plan: Plan | Programs, seconds: float | None) -> list[str]:
+    """Returns lines about the speed of a step of training as measured, and, of a plan, as predicted."""
+    if seconds is None:
+        return []
+    measured = f"measured  {seconds:.3g} s a step, the median after the first"
+    if not isinstance(plan, Plan):
+        return [measured]
+    predicted = f"predicted {plan.cost.step_seconds:.3g} s a step"
+    both = (measured, Usage.of(plan.cost, plan.mesh, plan.shapes, seconds)), (predicted, plan.usage)
+    return [line if usage is None else f"{line}: {usage}" for line, usage in both]
 
 
 def train_job(job: Job, options: argparse.Namespace, first: bool) -> dict[str, Any]:
@@ -185,8 +202,11 @@ def train_job(job: Job, options: argparse.Namespace, first: bool) -> dict[str, A
     checkpoints = Checkpoints(options.checkpoint) if options.checkpoint else None
     start = checkpoints.load(job.module, optimizer) if checkpoints else 0
 
+    stamps: list[float] = []
+
     def tell(count: int, loss: float) -> None:
         step = start + count
+        stamps.append(time.perf_counter())
         if first and not options.json:
             print(f"step {step:4d}  loss {loss:.6f}", flush=True)
         if checkpoints and (step % options.every == 0 or step == options.steps):
@@ -199,6 +219,8 @@ def train_job(job: Job, options: argparse.Namespace, first: bool) -> dict[str, A
     run: Any = traced or job.module.step
     figures: dict[str, Any] = {"start": start}
     figures["losses"] = train(job.module, map(job.batch, range(start, options.steps)), optimizer, tell, run)
+    if len(stamps) > 1:
+        figures["step_seconds"] = statistics.median(later - earlier for earlier, later in itertools.pairwise(stamps))
     if checkpoints:
         checkpoints.wait()
     if traced and first:
