@@ -12,6 +12,7 @@ import numpy as np
 from torch.fx import GraphModule, Node
 
 from sbpc.boxing.paths import closure
+from sbpc.boxing.steps import ALL, NO_SUMS
 from sbpc.errors import PinError, at_node
 from sbpc.graph.operands import operands, shape_of, tensors_of, value_of
 from sbpc.graph.ports import BUFFER, GRADIENT, HOMES, ONCE, PARAMETER, Port, placeholders, result_name, results
@@ -25,6 +26,7 @@ from sbpc.passes.assign.local_bytes import Place, local_bytes
 from sbpc.passes.assign.wishes import refusal
 from sbpc.plans.chunk import Assignment
 from sbpc.rules.choices import of_stored
+from sbpc.rules.sum_types import begins_sums
 from sbpc.solver import Problem, Value, Variable, star
 from sbpc.solver.problem import Array
 from sbpc.solver.surroundings import Surroundings
@@ -224,7 +226,9 @@ class LayoutProblem:
         """Adds a value: from the layouts that its producer leaves to those that its readers take."""
         producer, about = self.number[key[0]], shape_of(*key)
         ports = [self.tables[producer].outs[key[1]], *map(self.taken, readers)]
-        codes, (out, *wants), seconds = self.once((*map(id, ports), *about), lambda: self.boxings(ports, *about))
+        ways = ALL if all(at >= len(self.nodes) or not begins_sums(self.nodes[at]) for at, _ in readers) else NO_SUMS
+        known = self.once((*map(id, ports), *about, ways), lambda: self.boxings(ports, *about, ways))
+        codes, (out, *wants), seconds = known
         kind = PARAMETER if key[0] in self.fixed else GRADIENT if all(place < 0 for _, place in readers) else ""
         share = float(self.parts.get(kind, 1.0))  # less than 1 where it is boxed once for all micro-batches of a loop
         if share != 1.0:
@@ -255,11 +259,14 @@ class LayoutProblem:
         added: Array = (boxings + self.mesh.cluster.kernel_seconds("add", size, 3 * itemsize * size)).min(axis=1)
         return added
 
-    def boxings(self, ports: list[Array], shape: tuple[int, ...], itemsize: int) -> tuple[Array, list[Array], Array]:
+    def boxings(
+        self, ports: list[Array], shape: tuple[int, ...], itemsize: int, ways: str
+    ) -> tuple[Array, list[Array], Array]:
         """Returns the codes of all layouts at these ports, by port and label which of them it is, and the seconds
-        between them."""
+        between them. ways: the steps of boxings."""
         codes = np.unique(np.concatenate(list({id(port): port for port in ports}.values())))
-        seconds = self.once((codes.tobytes(), shape, itemsize), lambda: closure(codes, shape, itemsize, self.mesh))
+        key = codes.tobytes(), shape, itemsize, ways
+        seconds = self.once(key, lambda: closure(codes, shape, itemsize, self.mesh, ways))
         numbers = {id(port): np.searchsorted(codes, port) for port in ports}
         return codes, [numbers[id(port)] for port in ports], seconds
 

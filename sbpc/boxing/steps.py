@@ -44,6 +44,11 @@ COLLECTIVE = {
     "BP": "keep",  # on coordinate 0 of the axis, zeros elsewhere
     "SP": "pad",  # with zeros
 }
+SUMS = "PS", "PB"
+ALL, NO_SUMS = WAYS = (
+    "all",
+    "no sums",
+)  # the steps that a value may take: NO_SUMS for one that is cast before it is summed
 Kind = tuple[str, Axes]  # a collective, and the axes over which it goes
 
 
@@ -163,9 +168,9 @@ def orders(cut: Axes) -> Axes:
     return tuple(order_bits(tuple(itertools.chain(*order)), len(cut)) for order in every)
 
 
-def all_steps(rank: int, states: Array, bits: Array) -> Iterator[tuple[Kind, Array, Array]]:
+def all_steps(rank: int, states: Array, bits: Array, ways: str = ALL) -> Iterator[tuple[Kind, Array, Array]]:
     """The steps between these layouts, kind by kind: where each begins (numbers of layouts) and the code to which it
-    leads."""
+    leads. ways: one of WAYS."""
     count = states.shape[1]
     for length, first in ((n, at) for n in range(1, count + 1) for at in range(count - n + 1)):
         axes, before = tuple(range(first, first + length)), states[:, first]
@@ -180,9 +185,10 @@ def all_steps(rank: int, states: Array, bits: Array) -> Iterator[tuple[Kind, Arr
             changed = states[sources].copy()
             changed[:, axes] = target
             leaving = np.array(list(KIND))[before[sources]]
+            kinds = [kind for kind in np.unique(leaving).tolist() if ways == ALL or kind + KIND[target] not in SUMS]
             for order in itertools.permutations(axes) if target < WHOLE else (axes,):
                 codes = joined(changed, cut_last(bits[sources], order, count))
-                for kind in np.unique(leaving).tolist():
+                for kind in kinds:
                     of_kind = leaving == kind
                     yield (COLLECTIVE[kind + KIND[target]], axes), sources[of_kind], codes[of_kind]
 

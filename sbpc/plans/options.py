@@ -14,6 +14,7 @@ Layouts = Sequence[str | Layout | None] | None  # one layout per tensor, None fo
 OPTIMIZER_STATE: dict[str | None, int] = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, None: 0}
 """How many tensors of a parameter's size an optimizer keeps."""
 SECONDS, SERIAL, BYTES = OBJECTIVES = "seconds", "serial", "bytes"
+FLOAT32, EXCHANGE, AS_COMPUTED = REDUCTIONS = "float32", "exchange", "as computed"
 NONE, SELECTIVE, FULL, AUTO = RECOMPUTE = "none", "selective", "full", "auto"
 
 
@@ -115,6 +116,13 @@ class Options:
         'but the inputs of each block; "auto", nothing where `memory` allows it, else what makes the fastest plan '
         'that fits. A block is a module such as "layers.3", or a child of a model without such. '
         "`plan.cost.recompute_seconds` tells what that takes.",
+    )
+    reduce: str = option(
+        FLOAT32,
+        "in which type gradients are summed over ranks, micro-batches and stages where they are computed in 16 bits: "
+        '"float32", or that of their parameter if it is wider; or "as computed", with an error that grows with the '
+        "root of the number of ranks. Partial sums of activations, as in tensor parallelism, are taken in the type of "
+        "the activations.",
     )
     baseline: str | None = None
     forms: Mapping[str, str] | None = None
