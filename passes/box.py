@@ -18,7 +18,7 @@ from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.chunk import Assignment
 from sbpc.rules.choices import Choice
-from sbpc.rules.sum_types import is_summed_later
+from sbpc.rules.sum_types import is_summed_elsewhere
 
 
 def box(gm: GraphModule, assignment: Assignment, mesh: Mesh) -> GraphModule:
@@ -132,7 +132,7 @@ class Boxer(Copies):
         value, producer = node.meta["val"], value_of(node)[0]
         meta = about(reader, ORIGIN)
         meta |= {"val": value, "of": producer.meta.get("call", producer.name), "call": value_of(reader)[0].name}
-        ways = NO_SUMS if is_summed_later(node) else ALL
+        ways = NO_SUMS if is_summed_elsewhere(node) else ALL
         for step in path(source.meta["sbp"], layout, tuple(value.shape), value.element_size(), self.mesh, ways):
             meta |= {"sbp": step.after, "step": step}
             source = called(self.graph, boxing, (source, str(step)), {}, f"box_{node.name}", meta)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -19,6 +20,7 @@ from sbpc.mesh.states import P
 from sbpc.passes.verify import adds_up, verify_sums
 from sbpc.plans.measure import layout_at
 from sbpc.rules.sum_types import begins_sums, narrows
+from tests.processes import run_ranks
 
 HALF = torch.bfloat16
 
@@ -49,10 +51,14 @@ def made(held: bool, rows: int = 128) -> tuple[Net, tuple[Tensor, Tensor], dict[
 
 
 def error(plan: Plan, model: nn.Module, args: Any) -> float:
-    """How far the gradients of a step are from those in float64, relative to these, all together."""
+    """The error of the gradients of a simulated step."""
+    return relative(sbpc.simulate(plan, model, args).gradients, model, args)
+
+
+def relative(found: Any, model: nn.Module, args: Any) -> float:
+    """How far gradients are from those in float64, relative to these, all together."""
     exact = copy.deepcopy(model).double()
     exact(*(each.double() for each in args)).backward()
-    found = sbpc.simulate(plan, model, args).gradients
     wanted = {name: parameter.grad for name, parameter in exact.named_parameters()}
     off = sum(float((found[name].double() - each).square().sum()) for name, each in wanted.items())
     return (off / sum(float(each.square().sum()) for each in wanted.values())) ** 0.5
@@ -123,3 +129,56 @@ def test_an_unknown_type_of_sums_is_refused() -> None:
     model, args, _ = made(False)
     with pytest.raises(SbpcError, match="reduce is 'int8'\n  It is one of 'float32', 'exchange', 'as computed'"):
         sbpc.plan(model, args, Mesh(d=2), reduce="int8")
+
+
+LOOPS: dict[str, dict[str, Any]] = {
+    "micro-batches": {"axes": {"d": 2}, "microbatches": 8},
+    "stages": {"axes": {"p": 2, "d": 2}, "stages": "p", "microbatches": 8},
+}
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_micro_batches_and_stages_add_up_gradients_in_float32(loop: str, held: bool) -> None:
+    model, args, options = made(held)
+    axes, more = LOOPS[loop]["axes"], {key: value for key, value in LOOPS[loop].items() if key != "axes"}
+    one = error(sbpc.plan(model, args, Mesh(d=1), **options), model, args)
+    plan = sbpc.plan(model, args, Mesh(**axes), **options, **more)
+    plan.verify()
+    assert error(plan, model, args) < 1.05 * one
+    run = sbpc.simulate(plan, model, args)
+    assert run.bytes_sent == plan.cost.bytes_sent and run.peak_memory <= plan.cost.memory["total"]
+    assert {node.meta["val"].dtype for chunk in plan.programs for node in chunk.summed} == {torch.float32}
+
+
+def stepped(plans: list[Plan]) -> Any:
+    """Gradients of real steps: at once, and of eight parts of the batch within `no_sync`, weighted to give the same."""
+    found = []
+    for held, plan in zip((False, True), plans):
+        model, args, _ = made(held)
+        module: Any = sbpc.parallelize(model, plan)
+        if plan.loop is not None:
+            module.step(*args)
+        else:
+            for at in range(8):
+                with module.no_sync() if at < 7 else contextlib.nullcontext():
+                    module.step(*(each.chunk(8)[at] for each in args))
+        found.append({name: p.grad.full_tensor() for name, p in module.named_parameters()})
+    return found
+
+
+@pytest.mark.parametrize("loop", [None, "stages"])
+def test_real_ranks_add_up_gradients_in_float32(loop: str | None) -> None:
+    plans, ranks = [], 2 if loop is None else 4
+    for held in (False, True):
+        model, args, options = made(held, rows=16 if loop is None else 128)
+        more = {"stages": "p", "microbatches": 8} if loop else {"objective": "serial"}
+        plans.append(sbpc.plan(model, args, Mesh(**({"p": 2, "d": 2} if loop else {"d": 2})), **options, **more))
+    results = run_ranks(stepped, ranks, plans)
+    assert all(isinstance(each, list) for each in results), results[0]
+    for held, of_ranks in zip((False, True), zip(*results)):
+        found = {name: each for rank in of_ranks for name, each in rank.items()}
+        model, args, options = made(held)
+        one = error(sbpc.plan(model, args, Mesh(d=1), **options), model, args)
+        scale = 1 if loop else 8
+        assert relative({name: each.double() / scale for name, each in found.items()}, model, args) < 1.05 * one

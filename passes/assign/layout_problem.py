@@ -26,7 +26,7 @@ from sbpc.passes.assign.local_bytes import Place, local_bytes
 from sbpc.passes.assign.wishes import refusal
 from sbpc.plans.chunk import Assignment
 from sbpc.rules.choices import of_stored
-from sbpc.rules.sum_types import begins_sums
+from sbpc.rules.sum_types import begins_sums, is_cast_gradient
 from sbpc.solver import Problem, Value, Variable, star
 from sbpc.solver.problem import Array
 from sbpc.solver.surroundings import Surroundings
@@ -226,7 +226,8 @@ class LayoutProblem:
         """Adds a value: from the layouts that its producer leaves to those that its readers take."""
         producer, about = self.number[key[0]], shape_of(*key)
         ports = [self.tables[producer].outs[key[1]], *map(self.taken, readers)]
-        ways = ALL if all(at >= len(self.nodes) or not begins_sums(self.nodes[at]) for at, _ in readers) else NO_SUMS
+        cast = is_cast_gradient(key[0]) or any(begins_sums(self.nodes[at]) for at, place in readers if place >= 0)
+        ways = NO_SUMS if cast else ALL
         known = self.once((*map(id, ports), *about, ways), lambda: self.boxings(ports, *about, ways))
         codes, (out, *wants), seconds = known
         kind = PARAMETER if key[0] in self.fixed else GRADIENT if all(place < 0 for _, place in readers) else ""

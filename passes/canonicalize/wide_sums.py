@@ -21,8 +21,8 @@ from sbpc.rules.sum_types import CAST, dtype_of, narrower, narrows, sum_types
 def wide_sums(gm: GraphModule, reduce: str) -> GraphModule:
     """Returns the graph with its sums in wider types, `gm` itself where nothing is to be changed.
 
-    Before: an annotated graph. After: one to be annotated anew, `meta["reduce"]` on the casts between which gradients are summed, and on all
-    casts to narrower types. reduce: the option of that name.
+    Before: an annotated graph. After: one to be annotated anew, `meta["reduce"]` on the casts between which gradients
+    are summed, and on all casts to narrower types. reduce: the option of that name.
     """
     nodes = [node for node in gm.graph.nodes if dtype_of(node) is not None]
     short = any(narrower(dtype_of(node), torch.float32) for node in nodes)

@@ -42,7 +42,7 @@ from sbpc.mesh.pins import Wish
 from sbpc.mesh.states import B, Partial, Split
 from sbpc.passes.annotate import annotate
 from sbpc.passes.loop.micro_batches import AXIS, Unroller, batch_of, boxed_for, without_joins
-from sbpc.passes.loop.one_loss import one_loss
+from sbpc.passes.loop.one_loss import one_loss, uncast_gradients
 from sbpc.plans.options import Options
 from sbpc.plans.staged.loop import Loop, Source
 from sbpc.rules.choices import Candidates
@@ -62,7 +62,7 @@ def loop_of(gm: GraphModule, count: int) -> Loop:
     """
     batch = batch_of(gm, count)
     try:
-        step = annotate(one_loss(gm))
+        step = annotate(uncast_gradients(one_loss(gm)))
     except PlanError as error:  # it has no loss
         raise LoopError(str(error)) from error
     step.meta[ONCE] = {PARAMETER: OUTSIDE, GRADIENT: OUTSIDE}

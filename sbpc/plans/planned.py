@@ -138,8 +138,9 @@ class PlannedStep(Pipeline):
         sent = super().sent_by(stage)
         for name, having in self.summands.items() if self.axis else ():
             others = {self.owners[other] for other in self.shared[name]} - {stage}
-            mine = [at for at in having if self.owners[at] == stage]
-            sent[str(self.axis)] += len(others) * sum(self.chunk_costs[at].homes[name] for at in mine)
+            port, mine = Port(GRADIENT, name), [self.chunks[at] for at in having if self.owners[at] == stage]
+            sizes = (bytes_at(chunk.value(port), chunk.left[port], self.inner) for chunk in mine)
+            sent[str(self.axis)] += len(others) * sum(sizes)
         return sent
 
     # --- its layouts --------------------------------------------------------------------------------------------------

@@ -51,9 +51,14 @@ def begins_sums(node: Node) -> bool:
     return REDUCE in node.meta and node.target is CAST and narrower(dtype_of(node.all_input_nodes[0]), dtype_of(node))
 
 
-def is_summed_later(value: Node) -> bool:
-    """Returns whether a value is cast to a wider type before it is summed."""
-    return any(map(begins_sums, value.users))
+def is_summed_elsewhere(value: Node) -> bool:
+    """Returns whether a value is cast to a wider type before it is summed, or is a gradient that was summed in one."""
+    return any(map(begins_sums, value.users)) or is_cast_gradient(value)
+
+
+def is_cast_gradient(node: Node) -> bool:
+    """Returns whether a node is the cast to the type of a parameter behind the sums of its gradient."""
+    return ends_sums(node) and all(user.op == "output" for user in node.users)
 
 
 def sum_types(gm: GraphModule) -> dict[Node, torch.dtype]:
