@@ -46,6 +46,7 @@ from sbpc.passes.loop.one_loss import one_loss, uncast_gradients
 from sbpc.plans.options import Options
 from sbpc.plans.staged.loop import Loop, Source
 from sbpc.rules.choices import Candidates
+from sbpc.rules.sum_types import begins_sums
 
 aten = torch.ops.aten
 # equally dear, or parts are padded with zeros and added up
@@ -97,7 +98,7 @@ def partial_gradients(gm: GraphModule) -> dict[str, Wish]:
     signature."""
     wishes = {}
     for port, node in outputs(gm, GRADIENT):
-        producer, index = value_of(node)
+        producer, index = value_of(operands(node)[0] if begins_sums(node) else node)
         if not index and Partial() in {signature.outputs[0] for signature in producer.meta["signatures"]}:
             wishes[producer.name] = Wish(((0, Partial()),), reason=f"the gradient of {port.name}")
     return wishes
