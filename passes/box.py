@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from sbpc.boxing.paths import path
-from sbpc.boxing.steps import ALL, NO_SUMS
 from sbpc.graph.about import ORIGIN, about
 from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import results
@@ -18,7 +17,7 @@ from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.chunk import Assignment
 from sbpc.rules.choices import Choice
-from sbpc.rules.sum_types import is_summed_elsewhere
+from sbpc.rules.sum_types import sums_of
 
 
 def box(gm: GraphModule, assignment: Assignment, mesh: Mesh) -> GraphModule:
@@ -132,8 +131,8 @@ class Boxer(Copies):
         value, producer = node.meta["val"], value_of(node)[0]
         meta = about(reader, ORIGIN)
         meta |= {"val": value, "of": producer.meta.get("call", producer.name), "call": value_of(reader)[0].name}
-        ways = NO_SUMS if is_summed_elsewhere(node) else ALL
-        for step in path(source.meta["sbp"], layout, tuple(value.shape), value.element_size(), self.mesh, ways):
+        sums = sums_of(node, node.users)
+        for step in path(source.meta["sbp"], layout, tuple(value.shape), value.element_size(), self.mesh, sums):
             meta |= {"sbp": step.after, "step": step}
             source = called(self.graph, boxing, (source, str(step)), {}, f"box_{node.name}", meta)
         return source

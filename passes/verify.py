@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 from sbpc.boxing.steps import steps
 from sbpc.errors import VerifyError
+from sbpc.graph.about import EXCHANGE
 from sbpc.graph.operands import is_sum, operands, outputs_of
 from sbpc.graph.ports import GRADIENT, HOMES, Port, placeholders, results
 from sbpc.mesh.collectives import WIRE
@@ -155,7 +156,8 @@ def verify_boxed(gm: GraphModule, mesh: Mesh) -> int:
             )
             require(produced == read, f"operand {slot} is {produced}, and is read as {read}", node)
             if step is not None:
-                legal = all(part in steps(part.before, node.meta["val"].dim()) for part in step.parts)
+                sums = EXCHANGE if step.collective == EXCHANGE else None
+                legal = all(part in steps(part.before, node.meta["val"].dim(), sums) for part in step.parts)
                 require(legal, f"{step} is no boxing step", node)
             edges += 1
     verify_buckets(gm)
@@ -177,9 +179,10 @@ def verify_sums(gm: GraphModule) -> None:
 
 
 def adds_up(node: Node) -> bool:
-    """Returns whether a node is a boxing step that takes a partial sum."""
+    """Returns whether a node is a boxing step that takes a partial sum in the type of its numbers."""
     step = node.meta.get("step")
-    return step is not None and step.collective in WIRE and P in [step.before.states[axis] for axis in step.axes]
+    sends = step is not None and step.collective in WIRE and step.collective != EXCHANGE
+    return sends and P in [step.before.states[axis] for axis in step.axes]
 
 
 def verify_buckets(gm: GraphModule) -> None:

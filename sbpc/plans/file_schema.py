@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from sbpc.errors import is_name, is_number, shown
-from sbpc.graph.about import PANEL_OF, RECOMPUTES, REDUCE
+from sbpc.graph.about import EXCHANGE, FLOAT32, PANEL_OF, RECOMPUTES, REDUCE
 from sbpc.graph.ports import INPUTS, OUTPUTS
-from sbpc.plans.options import EXCHANGE, FLOAT32, OBJECTIVES, OPTIMIZER_STATE, REDUCTIONS
+from sbpc.plans.options import OBJECTIVES, OPTIMIZER_STATE, REDUCTIONS
 
 # the first place within a value that does not fit, with what stands there; None if all fits
 Check = Callable[[Any], str | None]

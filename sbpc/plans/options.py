@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sbpc.graph.about import EXCHANGE, FLOAT32
 from sbpc.mesh.layout import Layout
 
 Layouts = Sequence[str | Layout | None] | None  # one layout per tensor, None for whole
 OPTIMIZER_STATE: dict[str | None, int] = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, None: 0}
 """How many tensors of a parameter's size an optimizer keeps."""
 SECONDS, SERIAL, BYTES = OBJECTIVES = "seconds", "serial", "bytes"
-FLOAT32, EXCHANGE, AS_COMPUTED = REDUCTIONS = "float32", "exchange", "as computed"
+AS_COMPUTED = "as computed"
+REDUCTIONS = FLOAT32, EXCHANGE, AS_COMPUTED
 NONE, SELECTIVE, FULL, AUTO = RECOMPUTE = "none", "selective", "full", "auto"
 
 

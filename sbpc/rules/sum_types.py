@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from sbpc.graph.about import REDUCE, is_boxing
+from sbpc.graph.about import FLOAT32, REDUCE, is_boxing
 from sbpc.graph.operands import is_sum, operands
 from sbpc.graph.ports import GRADIENT, PARAMETER, outputs, placeholders
 from sbpc.mesh.states import P
@@ -51,9 +51,11 @@ def begins_sums(node: Node) -> bool:
     return REDUCE in node.meta and node.target is CAST and narrower(dtype_of(node.all_input_nodes[0]), dtype_of(node))
 
 
-def is_summed_elsewhere(value: Node) -> bool:
-    """Returns whether a value is cast to a wider type before it is summed, or is a gradient that was summed in one."""
-    return any(map(begins_sums, value.users)) or is_cast_gradient(value)
+def sums_of(maker: Node, readers: Iterable[Node]) -> str | None:
+    """Returns how the sum of a value is taken if it is cast to a wider type then, or was cast from one: see `STEPS` of
+    `sbpc.boxing.steps`. None for any other value."""
+    marks = [str(reader.meta[REDUCE]) for reader in readers if begins_sums(reader)]
+    return FLOAT32 if is_cast_gradient(maker) else marks[0] if marks else None
 
 
 def is_cast_gradient(node: Node) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Container, Mapping
 
 from torch.fx import GraphModule, Node
 
-from sbpc.graph.about import is_boxing
+from sbpc.graph.about import FLOAT32, REDUCE, is_boxing
 from sbpc.graph.operands import ancestors, is_late, just_in_time, made_of, operands, value_of
 from sbpc.graph.ports import (
     BUFFER,
@@ -143,8 +143,8 @@ def constants(gm: GraphModule) -> set[Node]:
 
 def is_linear(node: Node, fixed: Container[Node]) -> bool:
     """Returns whether a call is jointly linear in all that it reads but what is fixed: it takes partial sums of
-    these to partial sums. A cast to the type of sums is none of them: the sum is taken of what it makes."""
-    if begins_sums(node):
+    these to partial sums. A cast to float32 is none of them if the sum is to be taken of what it makes."""
+    if begins_sums(node) and node.meta[REDUCE] == FLOAT32:
         return False
     if is_boxing(node):
         step = node.meta["step"] if "step" in node.meta else node.meta["awaits"]
