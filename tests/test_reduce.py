@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import functools
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,13 +18,16 @@ import sbpc
 from sbpc import Mesh, Plan
 from sbpc.errors import SbpcError, VerifyError
 from sbpc.graph.operands import operands
+from sbpc.mesh.cluster import CLUSTERS, Rate
 from sbpc.mesh.states import P
 from sbpc.passes.verify import adds_up, verify_sums
 from sbpc.plans.measure import layout_at
 from sbpc.rules.sum_types import begins_sums, narrows
+from tests import models
+from tests.gradient_errors import HALF, error, of_half, relative
 from tests.processes import run_ranks
 
-HALF = torch.bfloat16
+SLOW = (Rate("all_to_all", efficiency=0.4),)  # below half, so that sums in float32 are faster
 
 
 class Net(nn.Module):
@@ -41,53 +46,73 @@ class Net(nn.Module):
         return F.mse_loss(F.linear(F.linear(x, self.up.weight), self.down.weight), y)
 
 
-def made(held: bool, rows: int = 128) -> tuple[Net, tuple[Tensor, Tensor], dict[str, Any]]:
-    """A model, a batch, and options. held: the model is of bfloat16; else it runs under autocast."""
-    torch.manual_seed(0)
-    model, args = Net(), (torch.randn(rows, 32), torch.randn(rows, 32))
-    if held:
-        return model.to(HALF), (args[0].to(HALF), args[1].to(HALF)), {}
-    return model, args, {"dtype": HALF}
-
-
-def error(plan: Plan, model: nn.Module, args: Any) -> float:
-    """The error of the gradients of a simulated step."""
-    return relative(sbpc.simulate(plan, model, args).gradients, model, args)
-
-
-def relative(found: Any, model: nn.Module, args: Any) -> float:
-    """How far gradients are from those in float64, relative to these, all together."""
-    exact = copy.deepcopy(model).double()
-    exact(*(each.double() for each in args)).backward()
-    wanted = {name: parameter.grad for name, parameter in exact.named_parameters()}
-    off = sum(float((found[name].double() - each).square().sum()) for name, each in wanted.items())
-    return (off / sum(float(each.square().sum()) for each in wanted.values())) ** 0.5
+def made(held: bool, rows: int = 128) -> tuple[nn.Module, tuple[Tensor, Tensor], dict[str, Any]]:
+    """The model, a batch, and options."""
+    return of_half(lambda: (Net(), (torch.randn(rows, 32), torch.randn(rows, 32))), held)
 
 
 @pytest.mark.parametrize("held", [False, True])
 def test_the_error_of_gradients_does_not_grow_with_the_ranks(held: bool) -> None:
     model, args, options = made(held)
-    errors = [error(sbpc.baseline("data", model, args, Mesh(d=p), **options), model, args) for p in (1, 2, 16)]
-    assert max(errors) < 1.05 * errors[0]
-    as_computed = sbpc.baseline("data", model, args, Mesh(d=16), **options, reduce="as computed")
-    assert error(as_computed, model, args) > 1.3 * errors[0]
+
+    def errors(reduce: str, *ranks: int) -> list[float]:
+        plans = [sbpc.baseline("data", model, args, Mesh(d=p), **options, reduce=reduce) for p in ranks]
+        return [error(plan, model, args) for plan in plans]
+
+    one, *more = errors("float32", 1, 2, 16)
+    assert max(more) < 1.05 * one
+    few, many = errors("exchange", 2, 16)  # which rounds the sum once more
+    assert many < 1.05 * few < 1.2 * one
+    assert errors("as computed", 16)[0] > 1.3 * one
+
+
+LONG = {
+    "gpt2": functools.partial(models.gpt2, batch=64, seq=8, vocab=64, width=32, heads=8),
+    "conv-net": functools.partial(models.resnet, batch=64, channels=8),
+}
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("name", LONG)
+def test_the_error_of_gradients_of_deep_models_does_not_grow_with_the_ranks(name: str, held: bool) -> None:
+    model, args, options = of_half(LONG[name], held)
+    one = error(sbpc.plan(model, args, Mesh(d=1), **options), model, args)
+    for reduce, axes in itertools.product(("float32", "exchange"), ({"d": 2}, {"d": 16}, {"d": 64}, {"d": 4, "e": 4})):
+        plan = sbpc.baseline("data", model, args, Mesh(**axes), **options, reduce=reduce)
+        plan.verify()
+        assert error(plan, model, args) < (1.05 if reduce == "float32" else 1.1) * one, (reduce, axes)
 
 
 @pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("reduce", ["float32", "exchange"])
 @pytest.mark.parametrize("axes", [{"d": 4}, {"d": 2, "t": 2}])
-def test_sums_in_float32_are_counted_simulated_saved_and_verified(held: bool, axes: dict[str, int], tmp_path) -> None:
+def test_sums_are_counted_simulated_saved_and_verified(held: bool, axes: dict[str, int], reduce: str, tmp_path) -> None:
     model, args, options = made(held)
-    plan = sbpc.plan(model, args, Mesh(**axes), **options)
+    plan = sbpc.plan(model, args, Mesh(**axes), **options, reduce=reduce)
+    kinds = {node.meta["step"].collective for node in plan.boxed.graph.nodes if "step" in node.meta}
+    assert ("exchange" in kinds) == (reduce == "exchange")
     plan.verify()
     plan.save(tmp_path / "plan.sbpc")
     loaded = sbpc.load(tmp_path / "plan.sbpc")
-    assert loaded.options.reduce == "float32"
+    assert loaded.options.reduce == reduce
     for each in (plan, loaded):
         run = sbpc.simulate(each, model, args)
         assert run.bytes_sent == each.cost.bytes_sent == plan.cost.bytes_sent
+        assert run.peak_memory <= each.cost.memory["total"] == plan.cost.memory["total"]
         assert all(run.gradients[name].dtype == p.dtype for name, p in model.named_parameters())
     symbols = {plan.cost.symbols[name]: value for name, value in plan.cost.numbers.items()}
     assert sum(float(each.xreplace(symbols)) for each in plan.cost.bytes_expr.values()) == sum(run.bytes_sent.values())
+
+
+def test_an_exchange_is_taken_where_it_is_faster_and_is_in_the_formula() -> None:
+    with torch.device("meta"):
+        model, args = Net(2048).to(HALF), (torch.empty(512, 2048, dtype=HALF),) * 2
+    for cluster, taken in (("h100", True), (replace(CLUSTERS["ideal"], collectives=SLOW), False)):
+        plan = sbpc.baseline("data", model, args, Mesh(d=4, cluster=cluster), reduce="exchange")
+        kinds = {node.meta["step"].collective for node in plan.boxed.graph.nodes if "step" in node.meta}
+        assert ("exchange" in kinds) == taken
+        assert plan.cost.subs() == pytest.approx(plan.cost.compute_seconds + plan.cost.comm_seconds)
 
 
 def swapped(gm: GraphModule) -> GraphModule:
@@ -152,10 +177,10 @@ def test_micro_batches_and_stages_add_up_gradients_in_float32(loop: str, held: b
 
 
 def stepped(plans: list[Plan]) -> Any:
-    """Gradients of real steps: at once, and of eight parts of the batch within `no_sync`, weighted to give the same."""
+    """Gradients of real steps: at once, or of eight parts of the batch, all but the last within `no_sync`."""
     found = []
-    for held, plan in zip((False, True), plans):
-        model, args, _ = made(held)
+    for plan in plans:
+        model, args, _ = made(plan.options.dtype is None)
         module: Any = sbpc.parallelize(model, plan)
         if plan.loop is not None:
             module.step(*args)
@@ -169,16 +194,16 @@ def stepped(plans: list[Plan]) -> Any:
 
 @pytest.mark.parametrize("loop", [None, "stages"])
 def test_real_ranks_add_up_gradients_in_float32(loop: str | None) -> None:
-    plans, ranks = [], 2 if loop is None else 4
-    for held in (False, True):
-        model, args, options = made(held, rows=16 if loop is None else 128)
-        more = {"stages": "p", "microbatches": 8} if loop else {"objective": "serial"}
-        plans.append(sbpc.plan(model, args, Mesh(**({"p": 2, "d": 2} if loop else {"d": 2})), **options, **more))
-    results = run_ranks(stepped, ranks, plans)
+    mesh = Mesh(p=2, d=2) if loop else Mesh(d=2)
+    more = {"stages": "p", "microbatches": 8} if loop else {"objective": "serial"}
+    cases, plans = list(itertools.product((False, True), ("float32", "exchange"))), []
+    for held, reduce in cases:
+        model, args, options = made(held, rows=128 if loop else 16)
+        plans.append(sbpc.plan(model, args, mesh, **options, **more, reduce=reduce))
+    results = run_ranks(stepped, mesh.ranks, plans)
     assert all(isinstance(each, list) for each in results), results[0]
-    for held, of_ranks in zip((False, True), zip(*results)):
-        found = {name: each for rank in of_ranks for name, each in rank.items()}
+    for (held, reduce), of_ranks in zip(cases, zip(*results)):
         model, args, options = made(held)
         one = error(sbpc.plan(model, args, Mesh(d=1), **options), model, args)
-        scale = 1 if loop else 8
-        assert relative({name: each.double() / scale for name, each in found.items()}, model, args) < 1.05 * one
+        found = {name: each.double() / (1 if loop else 8) for rank in of_ranks for name, each in rank.items()}
+        assert relative(found, model, args) < (1.05 if loop or reduce == "float32" else 1.2) * one

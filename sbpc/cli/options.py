@@ -124,7 +124,7 @@ ON_A_MESH: dict[str, dict[str, Any]] = {  # keywords of `sbpc.plan` for one mesh
     },
     "reduce": {
         "choices": REDUCTIONS,
-        "help": "in which type gradients of 16 bits are summed over ranks (default: float32)",
+        "help": "how gradients of 16 bits are summed over ranks (default: float32)",
     },
     "stages": {"metavar": "AXIS", "help": "cut the model into stages of a pipeline along this axis of the mesh"},
     "schedule": {

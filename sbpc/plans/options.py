@@ -121,10 +121,11 @@ class Options:
     )
     reduce: str = option(
         FLOAT32,
-        "in which type gradients are summed over ranks, micro-batches and stages where they are computed in 16 bits: "
-        '"float32", or that of their parameter if it is wider; or "as computed", with an error that grows with the '
-        "root of the number of ranks. Partial sums of activations, as in tensor parallelism, are taken in the type of "
-        "the activations.",
+        "how gradients are summed over ranks, micro-batches and stages where they are computed in 16 bits: "
+        '"float32", in that type, or in the one of their parameter if it is wider; "exchange", in float32, too, but '
+        "over ranks they may be sent as they are computed, which rounds the sum once and sends half as much; or "
+        '"as computed", whose error grows with the root of the number of ranks. Partial sums of activations, as in '
+        "tensor parallelism, are taken in the type of the activations.",
     )
     baseline: str | None = None
     forms: Mapping[str, str] | None = None
