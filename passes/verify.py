@@ -181,8 +181,9 @@ def verify_sums(gm: GraphModule) -> None:
 def adds_up(node: Node) -> bool:
     """Returns whether a node is a boxing step that takes a partial sum in the type of its numbers."""
     step = node.meta.get("step")
-    sends = step is not None and step.collective in WIRE and step.collective != EXCHANGE
-    return sends and P in [step.before.states[axis] for axis in step.axes]
+    if step is None or step.collective not in WIRE or step.collective == EXCHANGE:
+        return False
+    return P in [step.before.states[axis] for axis in step.axes]
 
 
 def verify_buckets(gm: GraphModule) -> None:

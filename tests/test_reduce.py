@@ -27,7 +27,7 @@ from tests import models
 from tests.gradient_errors import HALF, error, of_half, relative
 from tests.processes import run_ranks
 
-SLOW = (Rate("all_to_all", efficiency=0.4),)  # below half, so that sums in float32 are faster
+SLOW = (Rate("all_to_all", efficiency=0.1),)  # so that sums in float32 are faster
 
 
 class Net(nn.Module):
