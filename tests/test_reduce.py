@@ -26,6 +26,7 @@ from sbpc.rules.sum_types import begins_sums, narrows
 from tests import models
 from tests.gradient_errors import HALF, error, of_half, relative
 from tests.processes import run_ranks
+from tests.random_plans import random_plan
 
 SLOW = (Rate("all_to_all", efficiency=0.1),)  # so that sums in float32 are faster
 
@@ -103,6 +104,18 @@ def test_sums_are_counted_simulated_saved_and_verified(held: bool, axes: dict[st
         assert all(run.gradients[name].dtype == p.dtype for name, p in model.named_parameters())
     symbols = {plan.cost.symbols[name]: value for name, value in plan.cost.numbers.items()}
     assert sum(float(each.xreplace(symbols)) for each in plan.cost.bytes_expr.values()) == sum(run.bytes_sent.values())
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("reduce", ["float32", "exchange"])
+def test_any_legal_plan_sums_gradients_in_float32(reduce: str, held: bool) -> None:
+    model, args, options = made(held)
+    one = error(sbpc.plan(model, args, Mesh(d=1), **options), model, args)
+    plan = sbpc.plan(model, args, Mesh(d=2, t=3), **options, reduce=reduce, objective="serial")
+    for seed in range(3):
+        drawn = random_plan(plan, seed)
+        drawn.verify()
+        assert error(drawn, model, args) < 1.5 * one  # activations are summed in bfloat16
 
 
 def test_an_exchange_is_taken_where_it_is_faster_and_is_in_the_formula() -> None:
