@@ -106,6 +106,14 @@ def test_sums_are_counted_simulated_saved_and_verified(held: bool, axes: dict[st
     assert sum(float(each.xreplace(symbols)) for each in plan.cost.bytes_expr.values()) == sum(run.bytes_sent.values())
 
 
+@pytest.mark.parametrize("reduce", ["float32", "exchange"])
+def test_products_whose_results_are_gradients_are_not_cut_into_panels_that_are_summed(reduce: str) -> None:
+    model, args, options = of_half(functools.partial(models.gpt2, batch=8, seq=8, vocab=64, width=32, heads=4), False)
+    plan = sbpc.plan(model, args, Mesh(d=2, t=2), **options, reduce=reduce, panels=2)
+    assert any("in panels" in remark for remark in plan.remarks)
+    plan.verify()
+
+
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("reduce", ["float32", "exchange"])
 def test_any_legal_plan_sums_gradients_in_float32(reduce: str, held: bool) -> None:
