@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.fx import GraphModule
 
 import sbpc
 from sbpc import Mesh, Plan
-from sbpc.errors import SbpcError, VerifyError
+from sbpc.errors import PlanError, SbpcError, VerifyError
 from sbpc.graph.operands import operands
 from sbpc.mesh.cluster import CLUSTERS, Rate
 from sbpc.mesh.states import P
@@ -88,7 +89,9 @@ def test_the_error_of_gradients_of_deep_models_does_not_grow_with_the_ranks(name
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("reduce", ["float32", "exchange"])
 @pytest.mark.parametrize("axes", [{"d": 4}, {"d": 2, "t": 2}])
-def test_sums_are_counted_simulated_saved_and_verified(held: bool, axes: dict[str, int], reduce: str, tmp_path) -> None:
+def test_sums_are_counted_simulated_saved_and_verified(
+    held: bool, axes: dict[str, int], reduce: str, tmp_path: Path
+) -> None:
     model, args, options = made(held)
     plan = sbpc.plan(model, args, Mesh(**axes), **options, reduce=reduce)
     kinds = {node.meta["step"].collective for node in plan.boxed.graph.nodes if "step" in node.meta}
@@ -171,6 +174,14 @@ def test_a_float32_model_is_planned_as_ever() -> None:
     assert str(plans[0].boxed.graph) == str(plans[1].boxed.graph)
 
 
+def test_a_file_that_says_of_its_sums_what_is_not_so_is_refused(tmp_path: Path) -> None:
+    model, args, _ = made(True)
+    plan = sbpc.baseline("data", model, args, Mesh(d=2), reduce="as computed")
+    replace(plan, options=replace(plan.options, reduce="float32")).save(tmp_path / "plan.sbpc")
+    with pytest.raises(PlanError, match=r"a gradient is summed in torch\.bfloat16, not in torch\.float32"):
+        sbpc.load(tmp_path / "plan.sbpc")
+
+
 def test_an_unknown_type_of_sums_is_refused() -> None:
     model, args, _ = made(False)
     with pytest.raises(SbpcError, match="reduce is 'int8'\n  It is one of 'float32', 'exchange', 'as computed'"):
@@ -185,12 +196,14 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_micro_batches_and_stages_add_up_gradients_in_float32(loop: str, held: bool) -> None:
+def test_micro_batches_and_stages_add_up_gradients_in_float32(loop: str, held: bool, tmp_path: Path) -> None:
     model, args, options = made(held)
     axes, more = LOOPS[loop]["axes"], {key: value for key, value in LOOPS[loop].items() if key != "axes"}
     one = error(sbpc.plan(model, args, Mesh(d=1), **options), model, args)
     plan = sbpc.plan(model, args, Mesh(**axes), **options, **more)
     plan.verify()
+    plan.save(tmp_path / "plan.sbpc")
+    sbpc.load(tmp_path / "plan.sbpc").verify()
     assert error(plan, model, args) < 1.05 * one
     run = sbpc.simulate(plan, model, args)
     assert run.bytes_sent == plan.cost.bytes_sent and run.peak_memory <= plan.cost.memory["total"]

@@ -301,8 +301,9 @@ class PlannedStep(Pipeline):
         return replace(self, chunks=[replace(self.chunk, assignment=assignment)], **others)
 
     def verify(self) -> int:
-        """Checks every edge, and returns their number: states type-check, shapes agree, gradients land at home, and
-        what crosses is left by one chunk as others read it. Raises VerifyError."""
+        """Checks every edge, and returns their number: states type-check, shapes agree, gradients land at home and
+        are summed in the types that `reduce` says, and what crosses is left by one chunk as others read it. Raises
+        VerifyError."""
         edges = 0
         for at, (chunk, programs) in enumerate(zip(self.chunks, self.programs)):
             kinds = [
