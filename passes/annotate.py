@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
@@ -12,9 +13,11 @@ from sbpc.errors import SbpcError, at_node
 from sbpc.graph.about import panel_remarks
 from sbpc.graph.operands import operands, outputs_of
 from sbpc.graph.rewrite import rebuild
+from sbpc.mesh.states import P
 from sbpc.rules import match
 from sbpc.rules.choices import Candidates, of_match, of_replicated, of_stored
 from sbpc.rules.proof.user_rules import UNPROVED
+from sbpc.rules.sum_types import ends_sums
 
 
 def annotate(gm: GraphModule) -> GraphModule:
@@ -78,7 +81,10 @@ def annotate_call(node: Node, known: dict[int, Candidates]) -> None:
     node.meta["match"] = matched
     if id(matched) not in known:
         known[id(matched)] = of_match(matched)
-    return set_candidates(node, known[id(matched)])
+    found = known[id(matched)]
+    if ends_sums(node):
+        found = replace(found, signatures=tuple(each for each in found.signatures if P not in each.inputs))
+    return set_candidates(node, found)
 
 
 def require_dense(node: Node) -> None:

@@ -17,6 +17,7 @@ from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.chunk import Assignment
 from sbpc.rules.choices import Choice
+from sbpc.rules.sum_types import sums_of
 
 
 def box(gm: GraphModule, assignment: Assignment, mesh: Mesh) -> GraphModule:
@@ -130,7 +131,8 @@ class Boxer(Copies):
         value, producer = node.meta["val"], value_of(node)[0]
         meta = about(reader, ORIGIN)
         meta |= {"val": value, "of": producer.meta.get("call", producer.name), "call": value_of(reader)[0].name}
-        for step in path(source.meta["sbp"], layout, tuple(value.shape), value.element_size(), self.mesh):
+        sums = sums_of(node, node.users)
+        for step in path(source.meta["sbp"], layout, tuple(value.shape), value.element_size(), self.mesh, sums):
             meta |= {"sbp": step.after, "step": step}
             source = called(self.graph, boxing, (source, str(step)), {}, f"box_{node.name}", meta)
         return source

@@ -162,14 +162,14 @@ class Localizer(Copies):
         name, waiting = node.meta.get("bucket"), False
         bucket = None if name is None else self.buckets.setdefault(name, Bucket(name))
 
-        def call(op: Callable[..., Any], *args: Any) -> Node | None:
+        def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node | None:
             nonlocal waiting
             if bucket and op in COLLECTIVES and not waiting:
                 bucket.add(node.name, op, args[0], value_at(args[0]).shape, args[1:])
                 waiting = True
             waiting = waiting or op is WAIT
             if not waiting:
-                written.append(self.call(op, *args))
+                written.append(self.call(op, *args, **kwargs))
             return None if waiting else written[-1]
 
         self.lowered(node, node.meta["step"], call)
@@ -189,13 +189,13 @@ class Localizer(Copies):
         start = operands(node)[0]
         written, bucket = iter(self[start]), self.buckets.get(start.meta.get("bucket", ""))
 
-        def call(op: Callable[..., Any], *args: Any) -> Node | None:
+        def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node | None:
             if bucket and op in COLLECTIVES:
                 return None
             if bucket and op is WAIT:
                 bucket.wait(self.call_of(bucket))
                 return bucket.take(start.name, self.call)
-            return next(written, None) or self.call(op, *args)
+            return next(written, None) or self.call(op, *args, **kwargs)
 
         return self.described(self.lowered(start, node.meta["awaits"], call), node)
 
@@ -210,7 +210,7 @@ class Localizer(Copies):
         if value.is_complex():  # which not every collective takes
             x = call(aten.view_as_real.default, call(aten.resolve_conj.default, x))
             shape = (*shape, 2)
-        place = self.mesh.sizes, self.coordinates, self.positions, self.mesh.group_name
+        place = self.mesh.sizes, self.coordinates, self.positions, self.mesh.group_name, value.dtype
         made = lower(step, x, call, shape, *place)
         return call(aten.view_as_complex.default, made) if value.is_complex() else made
 

@@ -29,6 +29,7 @@ from sbpc.passes.box import box
 from sbpc.passes.canonicalize.decompose import decompose
 from sbpc.passes.canonicalize.lift import lift
 from sbpc.passes.canonicalize.normalize import normalize
+from sbpc.passes.canonicalize.wide_sums import wide_sums
 from sbpc.passes.capture.capture import capture
 from sbpc.passes.explain import best_alternatives, explain
 from sbpc.passes.localize import localize
@@ -77,6 +78,7 @@ PASSES = {
         Pass("lift", lift, verify_captured, "always"),
         Pass("annotate", annotate, verify_annotated, "always"),
         Pass("slices", in_slices, verify_annotated, "where slices= is above 1, or None and `memory` is tight"),
+        Pass("sums", wide_sums, verify_annotated, "where numbers have 16 bits and reduce= is not 'as computed'"),
         Pass("recompute", recompute, verify_annotated, "where recompute= is not 'none'"),
         Pass(
             "microbatches",
@@ -135,6 +137,15 @@ class Stages:
             PASSES[name].check(gm)
         self.show(name, gm)
         return gm
+
+    def with_sums(self, gm: GraphModule, reduce: str) -> GraphModule:
+        """Returns an annotated graph with its sums in wider types where `wide_sums` changes any."""
+        with self.timed("sums"):
+            made = wide_sums(gm, reduce)
+            if made is gm:
+                return gm
+            made = annotate(made)
+        return self.passed("sums", made)
 
     def show_plan(self, plan: Plan) -> None:
         """Writes the graphs of a finished plan, those of each chunk where there are several."""

@@ -5,30 +5,37 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 
+import torch
 from torch.fx import GraphModule, Node
 
 from sbpc.boxing.steps import steps
 from sbpc.errors import VerifyError
+from sbpc.graph.about import EXCHANGE
 from sbpc.graph.operands import is_sum, operands, outputs_of
 from sbpc.graph.ports import GRADIENT, HOMES, Port, placeholders, results
+from sbpc.mesh.collectives import WIRE
 from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.states import P
 from sbpc.plans.chunk import Assignment, Chunk
 from sbpc.plans.measure import layout_at
+from sbpc.plans.options import AS_COMPUTED
 from sbpc.plans.program_check import REPORT, require, verify_local
 from sbpc.plans.rank_programs import wrong_collectives
 from sbpc.plans.timeline import kind_of
+from sbpc.rules.sum_types import dtype_of, ends_sums, narrower, sum_types
 
+ADDED = torch.ops.aten.add.Tensor
 MOST_RANKS = 64  # whose programs are checked
 
 
 Programs = tuple[GraphModule, Callable[[int], GraphModule]]  # a boxed graph, and by rank what is written for it
 
 
-def verify(chunk: Chunk, programs: Iterable[Programs]) -> int:
+def verify(chunk: Chunk, programs: Iterable[Programs], reduce: str) -> int:
     """Checks all graphs of a chunk, and returns the number of edges checked. Raises VerifyError with the offending
     node.
 
-    programs: those that ranks run.
+    programs: those that ranks run. reduce: the option of that name.
     """
     edges = verify_captured(chunk.annotated)
     edges += verify_annotated(chunk.annotated)
@@ -37,6 +44,8 @@ def verify(chunk: Chunk, programs: Iterable[Programs]) -> int:
     kinds = list(dict.fromkeys(classes))
     for boxed, local_at in programs:
         edges += verify_boxed(boxed, chunk.mesh)
+        if reduce != AS_COMPUTED:
+            verify_sums(boxed)
         written = [local_at(classes.index(key)) for key in kinds]
         edges += sum(map(verify_local, written))
         verify_order(chunk.mesh, written, [kinds.index(key) for key in classes])
@@ -147,11 +156,34 @@ def verify_boxed(gm: GraphModule, mesh: Mesh) -> int:
             )
             require(produced == read, f"operand {slot} is {produced}, and is read as {read}", node)
             if step is not None:
-                legal = all(part in steps(part.before, node.meta["val"].dim()) for part in step.parts)
+                sums = EXCHANGE if step.collective == EXCHANGE else None
+                legal = all(part in steps(part.before, node.meta["val"].dim(), sums) for part in step.parts)
                 require(legal, f"{step} is no boxing step", node)
             edges += 1
     verify_buckets(gm)
     return edges
+
+
+def verify_sums(gm: GraphModule) -> None:
+    """Checks that no gradient is summed in a narrower type than `sum_types` says, over ranks or over micro-batches, and
+    that no other partial sum is cast to a narrower type."""
+    types = sum_types(gm)
+    for node in gm.graph.nodes:
+        kind = torch.float32 if is_sum(node) else types.get(node)
+        if is_sum(node) or node.target is ADDED or adds_up(node):
+            require(
+                not narrower(dtype_of(node), kind), f"a gradient is summed in {dtype_of(node)}, not in {kind}", node
+            )
+        if ends_sums(node) and node not in types:
+            require(P not in layout_at(node).states, "a partial sum is cast to a narrower type", node)
+
+
+def adds_up(node: Node) -> bool:
+    """Returns whether a node is a boxing step that takes a partial sum in the type of its numbers."""
+    step = node.meta.get("step")
+    if step is None or step.collective not in WIRE or step.collective == EXCHANGE:
+        return False
+    return P in [step.before.states[axis] for axis in step.axes]
 
 
 def verify_buckets(gm: GraphModule) -> None:

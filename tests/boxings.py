@@ -122,7 +122,9 @@ def numbers(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randint(-9, 10, tuple(shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def program(steps: Sequence[Step], shape: Sequence[int], mesh: Mesh, rank: int) -> GraphModule:
+def program(
+    steps: Sequence[Step], shape: Sequence[int], mesh: Mesh, rank: int, dtype: torch.dtype = torch.float32
+) -> GraphModule:
     """What `rank` runs to take some steps: x, then its position on every axis -> the boxed x."""
     graph = Graph()
     x: Any = graph.placeholder("x")
@@ -131,12 +133,13 @@ def program(steps: Sequence[Step], shape: Sequence[int], mesh: Mesh, rank: int) 
         x = lower(
             step,
             x,
-            lambda op, *args: graph.call_function(op, args),
+            lambda op, *args, **kwargs: graph.call_function(op, args, kwargs),
             shape,
             mesh.sizes,
             mesh.coordinates(rank),
             position,
             mesh.key,
+            dtype,
         )
     graph.output(x)
     graph.lint()
@@ -150,6 +153,6 @@ def positions(mesh: Mesh, rank: int) -> list[Tensor]:
 
 def run_boxing(steps: Sequence[Step], shape: Sequence[int], mesh: Mesh, parts: Sequence[Tensor]) -> LockstepResult:
     """Take some steps on all ranks, which hold `parts`."""
-    programs = [program(steps, shape, mesh, rank) for rank in range(mesh.ranks)]
+    programs = [program(steps, shape, mesh, rank, parts[0].dtype) for rank in range(mesh.ranks)]
     inputs = [[part, *positions(mesh, rank)] for rank, part in enumerate(parts)]
     return lockstep(programs, inputs, {mesh.key(axes): mesh.groups(axes) for axes in mesh.runs()})

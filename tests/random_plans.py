@@ -15,7 +15,7 @@ from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, MUTATION, 
 from sbpc.mesh.layout import broadcast
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish
-from sbpc.mesh.states import B
+from sbpc.mesh.states import B, P, State
 from sbpc.passes.assign.wishes import output_wishes, placeholder_wishes
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.recompute import blocks_of, recompute
@@ -27,6 +27,7 @@ from sbpc.plans.chunk import Assignment
 from sbpc.plans.options import FULL, NONE, SELECTIVE, Options
 from sbpc.plans.plan import Plan
 from sbpc.rules.choices import Choice
+from sbpc.rules.sum_types import begins_sums
 from tests.boxings import layouts
 
 
@@ -61,7 +62,13 @@ def draw(gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], generator: ran
     """A random legal assignment that keeps the wishes."""
     nodes = [node for node in gm.graph.nodes if "candidates" in node.meta]
     known: dict[Choice, Choice] = {}  # equal ones are one object, as in a plan of the solver
-    drawn = {node.name: draw_choice(node, mesh, wishes.get(node.name), generator) for node in nodes}
+    drawn: dict[str, Choice] = {}
+    for node in nodes:
+        sums: tuple[State, ...] = ()
+        if begins_sums(node):  # what it reads is not summed before
+            producer, index = value_of(operands(node)[0])
+            sums = drawn[producer.name].output(index, mesh.axes).states
+        drawn[node.name] = draw_choice(node, mesh, wishes.get(node.name), generator, sums)
     choices = {name: known.setdefault(choice, choice) for name, choice in drawn.items()}
     homes = {(port.kind, port.name): choices[node.name].output(0, mesh.axes) for port, node in placeholders(gm).items()}
     kinds = {GRADIENT: PARAMETER, INPUT_GRADIENT: INPUT, MUTATION: BUFFER}
@@ -82,20 +89,28 @@ def draw(gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], generator: ran
         value = producer.meta["val"]
         dims = (value[index] if isinstance(value, (tuple, list)) else value).dim()
         plain = [layout for layout in layouts(dims, mesh.axes, partial=False)]
-        aliases[producer.name, index] = generator.choice([source, generator.choice(plain)])
+        alias = generator.choice([source, generator.choice(plain)])
+        aliases[producer.name, index] = source if any(map(begins_sums, read[producer, index])) else alias
     return Assignment(choices, aliases, outputs)
 
 
-def draw_choice(node: Node, mesh: Mesh, wish: Wish | None, generator: random.Random) -> Choice:
-    """One legal choice: a signature per axis, uniformly, and an order of axes; drawn again until it is legal."""
+def draw_choice(
+    node: Node, mesh: Mesh, wish: Wish | None, generator: random.Random, sums: tuple[State, ...] = ()
+) -> Choice:
+    """One legal choice: a signature per axis, uniformly, and an order of axes; drawn again until it is legal.
+
+    sums: by axis the state of an operand that is read as a partial sum where it is one.
+    """
     candidates = node.meta["candidates"]
+    free = [[s for s in candidates.signatures if (s.inputs == (P,)) == (state == P)] for state in sums]
     for _ in range(200):
-        signatures = tuple(generator.choice(candidates.signatures) for _ in mesh.axes)
+        signatures = tuple(map(generator.choice, free or [candidates.signatures] * len(mesh.axes)))
         order = tuple(generator.sample(range(len(mesh.axes)), len(mesh.axes)))
         choice = Choice(signatures, order)
         if candidates.legal(choice, mesh.sizes) and (wish is None or wish.admits(choice.output(0, mesh.axes))):
             return choice
-    return Choice(candidates.signatures[:1] * len(mesh.axes), tuple(range(len(mesh.axes))))
+    first = tuple(each[0] for each in free or [candidates.signatures] * len(mesh.axes))
+    return Choice(first, tuple(range(len(mesh.axes))))
 
 
 def share_split(plans: list[Plan]) -> float:

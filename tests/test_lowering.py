@@ -15,6 +15,8 @@ from torch import Tensor
 
 from sbpc.boxing.paths import path
 from sbpc.boxing.steps import Step, steps, wire
+from sbpc.errors import LayoutError
+from sbpc.graph.about import EXCHANGE, FLOAT32
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.memory import emitted
@@ -56,6 +58,32 @@ def test_every_path_gives_the_same_tensor_and_sends_the_bytes_stated(
     taken = path(before, after, shape, dtype.itemsize, mesh)
     if taken:
         check(taken, numbers(shape, dtype), mesh, transpose)
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(mesh=meshes(), shape=shapes(least=1), dtype=st.sampled_from(DTYPES), transpose=st.booleans(), data=st.data())
+def test_every_exchange_gives_the_same_tensor_and_sends_the_bytes_stated(
+    mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype, transpose: bool, data: st.DataObject
+) -> None:
+    before = data.draw(boxed_layouts(shape, mesh))
+    every = [step for step in steps(before, len(shape), EXCHANGE) if step.collective == EXCHANGE]
+    if every:
+        check([data.draw(st.sampled_from(every))], numbers(shape, dtype), mesh, transpose)
+    after = data.draw(st.sampled_from(layouts(len(shape), mesh.axes)))
+    taken = path(before, after, shape, dtype.itemsize, mesh, EXCHANGE) if not after.partial else ()
+    assert not {"all_reduce", "reduce_scatter"} & {step.collective for step in taken}
+    if taken:
+        check(taken, numbers(shape, dtype), mesh, transpose)
+
+
+def test_an_exchange_rounds_once_and_a_value_to_be_cast_is_not_summed_at_all() -> None:
+    mesh, start, end = Mesh(x=384), Layout.parse("[P]", "x"), Layout.parse("[S(0)]", "x")
+    ones = [torch.ones(384, dtype=torch.bfloat16) for _ in range(384)]
+    (step,) = path(start, end, (384,), 2, mesh, EXCHANGE)
+    run = run_boxing([step], (384,), mesh, ones)
+    assert {float(part) for (part,) in run.outputs} == {384.0} and float(sum(ones)[0]) == 256.0  # in bfloat16
+    with pytest.raises(LayoutError, match="no boxing leads from"):
+        path(start, end, (256,), 2, mesh, FLOAT32)
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)

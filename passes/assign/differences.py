@@ -59,7 +59,8 @@ def moved_by(space: Space, edge: Edge, labels: Labels) -> Iterator[Moved]:
     reader = readers[0] if readers else value.consumers[0][0]  # the first of all where others box it on
     about = node if reader >= len(space.nodes) or space.nodes[reader].op == "placeholder" else space.nodes[reader]
     module, phase = module_of(space, space.number[about]), about.meta.get("phase", "forward")
-    for step in path(decode(before, mesh.axes), decode(after, mesh.axes), *shape_of(node, index), mesh):
+    ends = decode(before, mesh.axes), decode(after, mesh.axes)
+    for step in path(*ends, *shape_of(node, index), mesh, space.sums_of[number]):
         taken, sent = step_cost(step, *shape_of(node, index), mesh)
         states = str(step.before), str(step.after)
         yield Moved(

@@ -25,6 +25,7 @@ from sbpc.passes.assign.local_bytes import Place, local_bytes
 from sbpc.passes.assign.wishes import refusal
 from sbpc.plans.chunk import Assignment
 from sbpc.rules.choices import of_stored
+from sbpc.rules.sum_types import sums_of
 from sbpc.solver import Problem, Value, Variable, star
 from sbpc.solver.problem import Array
 from sbpc.solver.surroundings import Surroundings
@@ -45,9 +46,11 @@ class LayoutProblem:
     like: a problem of the same graph and mesh with other wishes, whose tables and boxings are used again.
 
     variables, tables: of nodes first, then of outputs that may be left in several layouts. By value: values; keys,
-    which output of which node it is; codes [layouts], of its layouts; counted_parts, what part of its seconds a boxing
-    counts, less than 1 where it is done once for all micro-batches. output_variables: by output the variable in whose
-    layout it is left, None for an absent one. output_tensors: by variable of an output, bytes per element and shape.
+    which output of which node it is; codes [layouts], of its layouts; sums_of, how it is summed (see the function of
+    that name); counted_parts, what part of its seconds a boxing counts, less than 1 where it is done once for all
+    micro-batches.
+    output_variables: by output the variable in whose layout it is left, None for an absent one. output_tensors: by
+    variable of an output, bytes per element and shape.
 
     Raises PinError if a wish leaves a node nothing.
     """
@@ -73,6 +76,7 @@ class LayoutProblem:
         self.values: list[Value] = []
         self.codes: list[Array] = []
         self.keys: list[Key] = []
+        self.sums_of: list[str | None] = []
         self.counted_parts: list[float] = []
         self.output_variables: list[int | None] = []
         self.output_tensors: dict[int, Tensors] = {}
@@ -224,7 +228,9 @@ class LayoutProblem:
         """Adds a value: from the layouts that its producer leaves to those that its readers take."""
         producer, about = self.number[key[0]], shape_of(*key)
         ports = [self.tables[producer].outs[key[1]], *map(self.taken, readers)]
-        codes, (out, *wants), seconds = self.once((*map(id, ports), *about), lambda: self.boxings(ports, *about))
+        sums = sums_of(key[0], [self.nodes[at] for at, place in readers if place >= 0])
+        known = self.once((*map(id, ports), *about, sums), lambda: self.boxings(ports, *about, sums))
+        codes, (out, *wants), seconds = known
         kind = PARAMETER if key[0] in self.fixed else GRADIENT if all(place < 0 for _, place in readers) else ""
         share = float(self.parts.get(kind, 1.0))  # less than 1 where it is boxed once for all micro-batches of a loop
         if share != 1.0:
@@ -239,6 +245,7 @@ class LayoutProblem:
         self.values.append(Value(producer, out, consumers, seconds, places))
         self.codes.append(codes)
         self.keys.append(key)
+        self.sums_of.append(sums)
         self.counted_parts.append(share)
 
     def add_sums(self, at: int, out: Array, part: float, sums: Array) -> None:
@@ -255,11 +262,15 @@ class LayoutProblem:
         added: Array = (boxings + self.mesh.cluster.kernel_seconds("add", size, 3 * itemsize * size)).min(axis=1)
         return added
 
-    def boxings(self, ports: list[Array], shape: tuple[int, ...], itemsize: int) -> tuple[Array, list[Array], Array]:
+    def boxings(
+        self, ports: list[Array], shape: tuple[int, ...], itemsize: int, sums: str | None
+    ) -> tuple[Array, list[Array], Array]:
         """Returns the codes of all layouts at these ports, by port and label which of them it is, and the seconds
-        between them."""
+        between them. sums: see
+        `sums_of`."""
         codes = np.unique(np.concatenate(list({id(port): port for port in ports}.values())))
-        seconds = self.once((codes.tobytes(), shape, itemsize), lambda: closure(codes, shape, itemsize, self.mesh))
+        key = codes.tobytes(), shape, itemsize, sums
+        seconds = self.once(key, lambda: closure(codes, shape, itemsize, self.mesh, sums))
         numbers = {id(port): np.searchsorted(codes, port) for port in ports}
         return codes, [numbers[id(port)] for port in ports], seconds
 

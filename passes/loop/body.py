@@ -42,10 +42,11 @@ from sbpc.mesh.pins import Wish
 from sbpc.mesh.states import B, Partial, Split
 from sbpc.passes.annotate import annotate
 from sbpc.passes.loop.micro_batches import AXIS, Unroller, batch_of, boxed_for, without_joins
-from sbpc.passes.loop.one_loss import one_loss
+from sbpc.passes.loop.one_loss import one_loss, uncast_gradients
 from sbpc.plans.options import Options
 from sbpc.plans.staged.loop import Loop, Source
 from sbpc.rules.choices import Candidates
+from sbpc.rules.sum_types import begins_sums
 
 aten = torch.ops.aten
 # equally dear, or parts are padded with zeros and added up
@@ -62,7 +63,7 @@ def loop_of(gm: GraphModule, count: int) -> Loop:
     """
     batch = batch_of(gm, count)
     try:
-        step = annotate(one_loss(gm))
+        step = annotate(uncast_gradients(one_loss(gm)))
     except PlanError as error:  # it has no loss
         raise LoopError(str(error)) from error
     step.meta[ONCE] = {PARAMETER: OUTSIDE, GRADIENT: OUTSIDE}
@@ -97,7 +98,7 @@ def partial_gradients(gm: GraphModule) -> dict[str, Wish]:
     signature."""
     wishes = {}
     for port, node in outputs(gm, GRADIENT):
-        producer, index = value_of(node)
+        producer, index = value_of(operands(node)[0] if begins_sums(node) else node)
         if not index and Partial() in {signature.outputs[0] for signature in producer.meta["signatures"]}:
             wishes[producer.name] = Wish(((0, Partial()),), reason=f"the gradient of {port.name}")
     return wishes

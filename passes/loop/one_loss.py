@@ -10,9 +10,10 @@ from torch.fx import GraphModule, Node
 
 from sbpc.graph.about import about
 from sbpc.graph.loss import number_of_loss
-from sbpc.graph.operands import is_late, just_in_time
-from sbpc.graph.ports import TANGENT, placeholders
+from sbpc.graph.operands import is_late, just_in_time, operands
+from sbpc.graph.ports import GRADIENT, TANGENT, outputs, placeholders, results
 from sbpc.graph.rewrite import Copies, called, rebuild
+from sbpc.rules.sum_types import is_cast_gradient
 
 aten = torch.ops.aten
 
@@ -44,6 +45,16 @@ def one_loss(gm: GraphModule) -> GraphModule:
     result.graph.eliminate_dead_code()
     result.meta["ports"] = replace(ports, inputs=tuple(port for port in ports.inputs if port.kind != TANGENT))
     return ordered(result)
+
+
+def uncast_gradients(gm: GraphModule) -> GraphModule:
+    """Returns the graph with gradients in the types in which they are summed: those of micro-batches and of stages are
+    added up before they are cast to the types of their parameters."""
+    result = rebuild(gm)
+    end, casts = result.graph.output_node(), {node for _, node in outputs(result, GRADIENT) if is_cast_gradient(node)}
+    end.args = (tuple(operands(node)[0] if node in casts else node for node in results(result)),)
+    result.graph.eliminate_dead_code()
+    return result
 
 
 def constant_tangent(copies: Copies, tangent: Node, number: float, name: str) -> Node:

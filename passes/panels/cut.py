@@ -31,6 +31,7 @@ from sbpc.plans.memory import shard_bytes
 from sbpc.plans.plan import Plan
 from sbpc.plans.timeline import exposed_seconds, works
 from sbpc.rules.choices import Candidates, Choice
+from sbpc.rules.sum_types import begins_sums
 
 aten = torch.ops.aten
 PRODUCTS = (
@@ -266,6 +267,8 @@ def moves(plan: Plan) -> list[Move]:
         seconds, ends = sum(work[node].seconds for node in chain), ends_of(value, chain)
         if not seconds or not ends or not all(node.name in nodes for node in (value, *(node for node, _ in ends))):
             continue  # a name that is not there is that of a part of an op which is taken apart
+        if makes_gradient(nodes[value.name]):
+            continue
         before, after = layout_at(source), layout_at(last)
         held = sum(held_bytes(node, after if slot == RESULT else layout_at(node), plan.mesh) for node, slot in ends)
         shown, latency = sum(exposed.get(node.name, 0.0) for node in chain), sum(work[node].latency for node in chain)
@@ -359,8 +362,9 @@ def blocks_of(plan: Plan, found: Sequence[Move], node: Node, factor: str, panels
         if end is node
         for layout in (move.before, move.after)
     ]
-    if is_summed(node, factor) and not all(factor in factors_of(node, slot) for slot in slots):
-        return 0  # what lacks it is added once, not with every panel
+    alone = not all(factor in factors_of(node, slot) for slot in slots)  # what lacks it is added once, not with each
+    if is_summed(node, factor) and (alone or makes_gradient(node)):
+        return 0
     blocks, size = 1, node.meta["match"].sizes[factor]
     for slot, layout in read:
         factors = factors_of(node, slot)
@@ -369,6 +373,11 @@ def blocks_of(plan: Plan, found: Sequence[Move], node: Node, factor: str, panels
             return 0
         blocks = math.lcm(blocks, math.prod(sizes[axis] for axis in cut))
     return blocks if size % (blocks * panels) == 0 and size > panels else 0
+
+
+def makes_gradient(node: Node) -> bool:
+    """Returns whether a product is a gradient that is summed in a wider type: its panels would be summed in its own."""
+    return any(map(begins_sums, node.users))
 
 
 def covered(found: Iterable[Move], way: Cuts) -> float:

@@ -193,6 +193,7 @@ class LoopSimulation:
                 others = len(having - {self.plan.owners[at]})
                 self.send(at, others * max(shard.nbytes for shard in shards))
                 gradients[port] = gradients[port] + whole if port in gradients else whole
+        gradients = {port: each.to(self.stored[Port(PARAMETER, port.name)].dtype) for port, each in gradients.items()}
         axes = dict.fromkeys([*self.plan.mesh.axes, *(axis for sent in self.sent for axis in sent)])
         results = self.joined.after(self.joined.results(range(len(self.loop.joins)))) | gradients
         return results, {axis: max(each[axis] for each in self.sent) for axis in axes}, self.peak

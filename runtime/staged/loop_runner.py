@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sbpc.graph.ports import BUFFER, INPUT, INPUT_GRADIENT, PARAMETER, SEED, TANGENT, Port
+from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, PARAMETER, SEED, TANGENT, Port
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.schedules import LATE, Action, without_late
@@ -145,9 +145,9 @@ class Step:
                 self.part(at, (AFTER,), 0)
             for port, value in self.runs[at].gradients().items():
                 gradients.setdefault(port.name, {})[at] = value
-        return {
-            name: self.added(name, terms) for name, terms in gradients.items() if self.plan.summands.get(name, terms)
-        }
+        kinds = {port.name: each.dtype for port, each in self.plan.shapes.items() if port.kind == PARAMETER}
+        names = [name for name, terms in gradients.items() if self.plan.summands.get(name, terms)]
+        return {name: self.added(name, gradients.pop(name)).to(kinds[name]) for name in names}
 
     def expect(self, action: Action) -> None:
         """Begins to receive what an action reads of other stages."""
@@ -234,8 +234,9 @@ class Step:
         """
         having = self.plan.shared.get(name, list(known))
         chunks = self.plan.summands.get(name, list(known))
-        port, chunk = Port(PARAMETER, name), self.plan.chunks[having[0]]
-        shape = chunk.given[port].local_shape(chunk.shapes[port].shape, self.plan.inner.sizes, self.runner.coordinates)
+        port, chunk = Port(GRADIENT, name), self.plan.chunks[chunks[0]]
+        value, home = chunk.value(port), self.plan.parameters[name]
+        shape = home.local_shape(value.shape, self.plan.inner.sizes, self.runner.coordinates)
         first = len(self.plan.sources) * self.loop.count
         keys = {pair: first + at for at, pair in enumerate(self.pairs)}
         others = {self.plan.owners[at] for at in having} - {self.runner.stage}
@@ -244,9 +245,7 @@ class Step:
                 for stage in sorted(others):
                     self.mail.send(keys[name, at], self.runner.peers[stage], known[at].contiguous())
             else:
-                self.mail.expect(
-                    keys[name, at], self.runner.peers[self.plan.owners[at]], shape, chunk.shapes[port].dtype
-                )
+                self.mail.expect(keys[name, at], self.runner.peers[self.plan.owners[at]], shape, value.dtype)
         values = [known[at] if at in known else self.mail.receive(keys[name, at]) for at in chunks]
         return functools.reduce(torch.add, values)
 

@@ -18,7 +18,7 @@ from sbpc.errors import PinError, PlanError, SbpcError, check_kinds, is_number, 
 from sbpc.graph.ports import PARAMETER
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.options import BYTES, OBJECTIVES, OPTIMIZER_STATE, RECOMPUTE, Options
+from sbpc.plans.options import BYTES, OBJECTIVES, OPTIMIZER_STATE, RECOMPUTE, REDUCTIONS, Options
 from sbpc.plans.staged.schedules import chunks_in
 
 KEYWORDS = [each for each in dataclasses.fields(Options) if each.metadata]  # of `sbpc.plan`
@@ -66,6 +66,7 @@ def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
         inputs=(known.inputs, "a list", "None"),
         outputs=(known.outputs, "a list", "None"),
         recompute=(known.recompute, "a text"),
+        reduce=(known.reduce, "a text"),
         objective=(known.objective, "a text"),
         spread=(known.spread, "True or False"),
         schedule=(known.schedule, "a text"),
@@ -85,8 +86,9 @@ def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
         if count is not None and (not is_number(count, Integral) or count < 1):
             raise SbpcError(f"{name} is {shown(count)}\n  It is an integer from 1 on, or None.")
         asked |= {} if count is None else {name: operator.index(count)}
-    if known.recompute not in RECOMPUTE:
-        raise SbpcError(f"recompute is {shown(known.recompute)}\n  It is one of {', '.join(map(repr, RECOMPUTE))}.")
+    for name, words in (("recompute", RECOMPUTE), ("reduce", REDUCTIONS)):
+        if getattr(known, name) not in words:
+            raise SbpcError(f"{name} is {shown(getattr(known, name))}\n  It is one of {', '.join(map(repr, words))}.")
     for name, among in (("optimizer", OPTIMIZER_STATE), ("objective", OBJECTIVES)):
         if getattr(known, name) not in among:
             raise SbpcError(f"no {name} {getattr(known, name)!r} is known\n  Known are {', '.join(map(repr, among))}.")

@@ -19,9 +19,9 @@ from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.annotate import annotate
 from sbpc.passes.pipeline import Stages, rewriter_of
-from sbpc.passes.verify import verify_annotated, verify_assigned, verify_boxed, verify_captured
+from sbpc.passes.verify import verify_annotated, verify_assigned, verify_boxed, verify_captured, verify_sums
 from sbpc.plans.chunk import Assignment, Chunk
-from sbpc.plans.options import Options
+from sbpc.plans.options import AS_COMPUTED, Options
 from sbpc.plans.plan import Plan
 from sbpc.plans.plan_file import NAMED, Decoder, decode
 from sbpc.plans.rank_programs import Programs
@@ -128,6 +128,8 @@ def chunk_in(decoder: Decoder, mesh: Mesh, options: Options, dynamic: Mapping[st
     chunk = Chunk(mesh, gm, assignment, rewriter_of(options), **named)
     if not known:
         verify_boxed(chunk.unscheduled, mesh)
+    if options.reduce != AS_COMPUTED:
+        verify_sums(chunk.unscheduled)
     return chunk
 
 

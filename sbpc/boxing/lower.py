@@ -33,11 +33,13 @@ def lower(
     coordinates: Numbers,
     position: Sequence[Any],
     group: Callable[[Axes], str],
+    dtype: torch.dtype,
 ) -> Any:
     """Emit `step` through `call(op, *args)` for the rank at `coordinates`; what the rank holds after it.
 
-    x: what the rank holds of a tensor of `shape` on a mesh of `sizes`. position: by axis an int64 tensor of shape [1],
-    the rank's coordinate. group: the name of the group over some axes. The result is contiguous, unless it is x itself.
+    x: what the rank holds of a tensor of `shape` and `dtype` on a mesh of `sizes`. position: by axis an int64 tensor of
+    shape [1], the rank's coordinate. group: the name of the group over some axes. The result is contiguous, unless it
+    is x itself.
     """
     shapes = [layout.local_shape(shape, sizes, coordinates) for layout in step.layouts]
     before, after = shapes[0], shapes[-1]
@@ -47,7 +49,7 @@ def lower(
         return x
     if 0 in together:
         return x if before == after else local.view(after).x
-    made = LOWER[step.collective](local, Site(step, after, together, sizes, position, group))
+    made = LOWER[step.collective](local, Site(step, after, together, sizes, position, group, dtype))
     # an empty part of what was sent would keep all of that alive
     return (made.then(aten.clone.default, after) if 0 in after else made.contiguous()).x
 
@@ -61,9 +63,9 @@ class Local:
     shape: Shape
     solid: bool = False
 
-    def then(self, op: Any, shape: Numbers, *args: Any, solid: bool = True) -> Local:
-        """What `op(x, *args)` gives."""
-        return Local(self.call, self.call(op, self.x, *args), tuple(shape), solid)
+    def then(self, op: Any, shape: Numbers, *args: Any, solid: bool = True, **kwargs: Any) -> Local:
+        """What `op(x, *args, **kwargs)` gives."""
+        return Local(self.call, self.call(op, self.x, *args, **kwargs), tuple(shape), solid)
 
     def contiguous(self) -> Local:
         """The same, contiguous; no copy if it is already."""
@@ -173,6 +175,7 @@ class Site:
     sizes: Numbers
     positions: Sequence[Any]
     group_of: Callable[[Axes], str]
+    dtype: torch.dtype
 
     @functools.cached_property
     def left(self) -> Cut:
@@ -238,6 +241,18 @@ def reduce_scatter(x: Local, site: Site) -> Local:
     block = put(pieces.shape, 0, pieces.shape[0] // ranks)
     mine = pieces.collective(c10d.reduce_scatter_tensor.default, block, site.reduction, ranks, site.group)
     return mine.slice(cut.dim, 0, site.after[cut.dim])
+
+
+def exchange(x: Local, site: Site) -> Local:
+    """Send to each rank its chunk as it is, and add up in float32 the chunks that come together: rounded once."""
+    cut = site.cut
+    pieces = divide(x, cut)
+    ranks = math.prod(cut.lengths)
+    block = put(pieces.shape, 0, pieces.shape[0] // ranks)
+    splits = [block[0]] * ranks
+    moved = pieces.collective(c10d.all_to_all_single.default, pieces.shape, splits, splits, site.group)
+    total = moved.view((ranks, *block)).then(aten.sum.dim_IntList, block, [0], dtype=torch.float32)
+    return total.then(aten._to_copy.default, block, dtype=site.dtype).slice(cut.dim, 0, site.after[cut.dim])
 
 
 def keep(x: Local, site: Site) -> Local:
@@ -337,6 +352,7 @@ LOWER = {
     "all_reduce": all_reduce,
     "all_to_all": all_to_all,
     "crop": crop,
+    "exchange": exchange,
     "keep": keep,
     "pad": pad,
     "reduce_scatter": reduce_scatter,

@@ -24,9 +24,12 @@ CLOSE = 1e-12  # two sums of the same costs in another order differ by less than
 
 
 @functools.lru_cache(maxsize=4096)
-def path(before: Layout, after: Layout, shape: Shape, itemsize: int, mesh: Mesh) -> tuple[Step, ...]:
+def path(
+    before: Layout, after: Layout, shape: Shape, itemsize: int, mesh: Mesh, sums: str | None = None
+) -> tuple[Step, ...]:
     """The cheapest steps from one layout to another; of equally cheap ones the fewest, of equally few the first.
-    A pad and the slice of the same dim that follows it are then one step, a crop.
+    A pad and the slice of the same dim that follows it are then one step, a crop. sums: how the value is summed,
+    see `STEPS`.
 
     >>> rows, columns = Layout.parse("[S(0)]", "x"), Layout.parse("[S(1)]", "x")
     >>> path(rows, columns, (4, 4), 4, Mesh(x=2))[0].collective
@@ -35,7 +38,7 @@ def path(before: Layout, after: Layout, shape: Shape, itemsize: int, mesh: Mesh)
     Raises LayoutError if a layout does not fit the tensor or the mesh, or if no path exists: nothing leads to P(max)
     and P(min), which come out of ops only.
     """
-    prices, start, goal = _ends(before, after, shape, itemsize, mesh)
+    prices, start, goal = _ends(before, after, shape, itemsize, mesh, sums)
     graph, cost = prices.graph, prices.row(start)
     # The edges that lie on a cheapest path from the start, explored breadth first: fewest steps, lowest numbers first.
     tight = cost[graph.source] + prices.seconds <= cost[graph.target] + CLOSE * cost[goal]
@@ -63,9 +66,9 @@ def seconds(before: Layout, after: Layout, shape: Numbers, itemsize: int, mesh: 
     return float(prices.row(start)[goal])
 
 
-def closure(codes: Array, shape: Numbers, itemsize: int, mesh: Mesh) -> Array:
+def closure(codes: Array, shape: Numbers, itemsize: int, mesh: Mesh, sums: str | None = None) -> Array:
     """Between each two layouts (by code), [n, n]: seconds of the cheapest path from row to column; inf where there
-    is none."""
+    is none. sums: see `STEPS`."""
     count = len(mesh.axes)
     states = states_of(codes, count)
     if ((states < WHOLE) & (states >= len(shape))).any():
@@ -74,7 +77,7 @@ def closure(codes: Array, shape: Numbers, itemsize: int, mesh: Mesh) -> Array:
     kinds = np.where(states > SUM, states, 0)
     for kind in np.unique(kinds, axis=0):
         extremes = tuple(NAMES.get(int(code)) for code in kind)
-        prices = _prices(extremes, alike(shape, mesh), itemsize, mesh)
+        prices = _prices(extremes, alike(shape, mesh), itemsize, mesh, sums)
         sources = np.flatnonzero((kinds == kind).all(1))
         columns = np.flatnonzero(((kinds == kind) | (kinds == 0)).all(1))
         starts, ends = prices.graph.at(codes[sources]), prices.graph.at(codes[columns])
@@ -102,11 +105,13 @@ def _check(layout: Layout, shape: Shape, mesh: Mesh) -> None:
         raise LayoutError(f"layout {layout} of a tensor with {len(shape)} dims\n  Split one of its dims.")
 
 
-def _ends(before: Layout, after: Layout, shape: Shape, itemsize: int, mesh: Mesh) -> tuple[_Prices, int, int]:
+def _ends(
+    before: Layout, after: Layout, shape: Shape, itemsize: int, mesh: Mesh, sums: str | None = None
+) -> tuple[_Prices, int, int]:
     """The prices of the steps that a path may take, and the numbers of the two layouts it joins."""
     _check(before, shape, mesh)
     _check(after, shape, mesh)
-    prices = _prices(_extremes(before), shape, itemsize, mesh)
+    prices = _prices(_extremes(before), shape, itemsize, mesh, sums)
     start, goal = prices.graph.number(before), prices.graph.number(after)
     assert start is not None
     if goal is None or not np.isfinite(prices.row(start)[goal]):
@@ -117,7 +122,9 @@ def _ends(before: Layout, after: Layout, shape: Shape, itemsize: int, mesh: Mesh
 class _Graph:
     """All layouts that a tensor may pass through and all steps between them, by number, sorted by where they lead."""
 
-    def __init__(self, rank: int, axes: tuple[str, ...], extremes: tuple[str | None, ...]) -> None:
+    def __init__(
+        self, rank: int, axes: tuple[str, ...], extremes: tuple[str | None, ...], sums: str | None = None
+    ) -> None:
         self.axes, self.rank = axes, rank
         self.states, self.bits = all_layouts(rank, extremes)
         self.numbered = joined(self.states, self.bits)
@@ -125,7 +132,7 @@ class _Graph:
         self.codes = self.numbered[self.sorted]
         kinds: dict[Kind, int] = {}
         edges = []
-        for kind, sources, codes in all_steps(rank, self.states, self.bits):
+        for kind, sources, codes in all_steps(rank, self.states, self.bits, sums):
             number = np.full(len(sources), kinds.setdefault(kind, len(kinds)))
             edges.append(np.stack([self.at(codes), sources, number]))
         found = np.concatenate(edges, axis=1)
@@ -153,8 +160,10 @@ class _Graph:
 class _Prices:
     """Seconds of every step for one shape on one mesh, and the cheapest totals from the layouts asked for so far."""
 
-    def __init__(self, extremes: tuple[str | None, ...], shape: Shape, itemsize: int, mesh: Mesh) -> None:
-        self.graph = graph = _graph(len(shape), mesh.axes, extremes)
+    def __init__(
+        self, extremes: tuple[str | None, ...], shape: Shape, itemsize: int, mesh: Mesh, sums: str | None
+    ) -> None:
+        self.graph = graph = _graph(len(shape), mesh.axes, extremes, sums)
         self._rows: dict[int, Array] = {}
         ranks = np.where(graph.cut, np.array(mesh.sizes)[:, None, None], 1)
         local = cut(np.array(shape, dtype=np.int64), range(len(mesh.axes)), ranks)  # [layouts, dims]

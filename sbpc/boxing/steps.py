@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from sbpc.graph.about import EXCHANGE, FLOAT32
 from sbpc.mesh.collectives import WIRE, seconds_on
 from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.layout_codes import (
@@ -43,6 +44,13 @@ COLLECTIVE = {
     "BS": "slice",
     "BP": "keep",  # on coordinate 0 of the axis, zeros elsewhere
     "SP": "pad",  # with zeros
+}
+# By how a value is summed, the steps that it may take. None: as any other value. FLOAT32: none that sums, as it is cast
+# before. EXCHANGE: or it is sent as it is and summed in float32 by who gets it, which takes it from P to S.
+STEPS: dict[str | None, dict[str, str]] = {
+    None: COLLECTIVE,
+    FLOAT32: {kind: name for kind, name in COLLECTIVE.items() if kind not in ("PS", "PB")},
+    EXCHANGE: {kind: name for kind, name in COLLECTIVE.items() if kind != "PB"} | {"PS": "exchange"},
 }
 Kind = tuple[str, Axes]  # a collective, and the axes over which it goes
 
@@ -87,10 +95,10 @@ class Step:
         return self, other
 
 
-def steps(layout: Layout, rank: int) -> Iterator[Step]:
-    """Every step out of `layout`, for a tensor with `rank` dims."""
+def steps(layout: Layout, rank: int, sums: str | None = None) -> Iterator[Step]:
+    """Every step out of `layout`, for a tensor with `rank` dims. sums: see STEPS."""
     code, count = np.array([encode(layout)]), len(layout.axes)
-    for (collective, axes), _, codes in all_steps(rank, states_of(code, count), code >> ORDERS):
+    for (collective, axes), _, codes in all_steps(rank, states_of(code, count), code >> ORDERS, sums):
         for after in codes.tolist():
             yield Step(collective, axes, layout, decode(after, layout.axes))
 
@@ -163,9 +171,9 @@ def orders(cut: Axes) -> Axes:
     return tuple(order_bits(tuple(itertools.chain(*order)), len(cut)) for order in every)
 
 
-def all_steps(rank: int, states: Array, bits: Array) -> Iterator[tuple[Kind, Array, Array]]:
+def all_steps(rank: int, states: Array, bits: Array, sums: str | None = None) -> Iterator[tuple[Kind, Array, Array]]:
     """The steps between these layouts, kind by kind: where each begins (numbers of layouts) and the code to which it
-    leads."""
+    leads. sums: see STEPS."""
     count = states.shape[1]
     for length, first in ((n, at) for n in range(1, count + 1) for at in range(count - n + 1)):
         axes, before = tuple(range(first, first + length)), states[:, first]
@@ -180,11 +188,13 @@ def all_steps(rank: int, states: Array, bits: Array) -> Iterator[tuple[Kind, Arr
             changed = states[sources].copy()
             changed[:, axes] = target
             leaving = np.array(list(KIND))[before[sources]]
+            names = {kind: STEPS[sums].get(kind + KIND[target]) for kind in np.unique(leaving).tolist()}
             for order in itertools.permutations(axes) if target < WHOLE else (axes,):
                 codes = joined(changed, cut_last(bits[sources], order, count))
-                for kind in np.unique(leaving).tolist():
-                    of_kind = leaving == kind
-                    yield (COLLECTIVE[kind + KIND[target]], axes), sources[of_kind], codes[of_kind]
+                for kind, name in names.items():
+                    of_kind = (leaving == kind) & ((name != EXCHANGE) | (before[sources] == SUM))
+                    if name is not None:
+                        yield (name, axes), sources[of_kind], codes[of_kind]
 
 
 def may_leave(states: Array, bits: Array, axes: Axes) -> Array:

@@ -16,7 +16,7 @@ from sbpc.cli.target import DTYPES, Target, import_file, load_target, split_targ
 from sbpc.errors import MeshError, PinError, PlanError, SbpcError
 from sbpc.mesh.cluster import CLUSTERS, Cluster
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.options import OBJECTIVES, OPTIMIZER_STATE, RECOMPUTE, Options
+from sbpc.plans.options import OBJECTIVES, OPTIMIZER_STATE, RECOMPUTE, REDUCTIONS, Options
 from sbpc.plans.staged.schedules import INTERLEAVED, SCHEDULES
 from sbpc.rules.proof.rule_files import load_rules
 
@@ -127,6 +127,10 @@ ON_A_MESH: dict[str, dict[str, Any]] = {  # keywords of `sbpc.plan` for one mesh
     "recompute": {
         "choices": RECOMPUTE,
         "help": "what a backward computes again instead of having it kept (default: none)",
+    },
+    "reduce": {
+        "choices": REDUCTIONS,
+        "help": "how gradients of 16 bits are summed over ranks (default: float32)",
     },
     "stages": {"metavar": "AXIS", "help": "cut the model into stages of a pipeline along this axis of the mesh"},
     "schedule": {

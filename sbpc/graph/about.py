@@ -20,8 +20,12 @@ RECOMPUTES = "recomputes"  # the name of the call whose value it computes again
 PANEL_OF = "panel_of"  # of the product of a panel: the name of the product that is cut
 SLICE = "slice"  # of a call of the head: the number of the part of the positions on which it works
 PLACE = "phase", "stack_trace", "module"  # forward or backward, the user's lines, the path of the module
+FLOAT32, EXCHANGE = "float32", "exchange"
+REDUCE = (
+    "reduce"  # one of these; of casts between which partial sums are taken: the option of that name, see `sum_types`
+)
 # and the op that was taken apart: what stands for a node says these as it does
-ORIGIN = *PLACE, "decomposed", RECOMPUTES, SLICE
+ORIGIN = *PLACE, "decomposed", RECOMPUTES, REDUCE, SLICE
 
 
 def about(node: Node, keys: tuple[str, ...] = PLACE) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from sbpc.errors import PlanError
 from sbpc.graph.operands import value_of
 from sbpc.graph.ports import INPUT, PARAMETER, placeholders
 from sbpc.inspect.graph_text import bytes_sent
-from sbpc.inspect.report import boxings, numberless, some
+from sbpc.inspect.report import boxings, collective_of, numberless, some
 from sbpc.inspect.tables import Report, Table, quantity
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.states import B
@@ -35,6 +35,7 @@ ASKED = (  # options that are compared
     "panels",
     "slices",
     "recompute",
+    "reduce",
     "pin",
 )
 
@@ -217,7 +218,7 @@ def traffic_of(plan: Plan) -> dict[tuple[str, str, str, str], tuple[int, float]]
     found: dict[tuple[str, str, str, str], tuple[int, float]] = {}
     for node, times in boxings(plan):
         step, module = node.meta["step"], numberless(str(node.meta.get("module", "")))
-        key = module, str(node.meta.get("phase", "forward")), step.collective, mesh.key(step.axes)
+        key = module, str(node.meta.get("phase", "forward")), collective_of(node), mesh.key(step.axes)
         count, sent = found.get(key, (0, 0.0))
         found[key] = count + times, sent + times * bytes_sent(node, mesh)
     return found

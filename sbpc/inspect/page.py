@@ -13,6 +13,7 @@ from sympy.printing.mathml import mathml
 from torch.fx import GraphModule, Node
 
 from sbpc.boxing.steps import step_cost, wire
+from sbpc.graph.about import FLOAT32
 from sbpc.graph.operands import value_of
 from sbpc.inspect.explain import Alternative
 from sbpc.inspect.graph_rows import ValueRow, graph_rows
@@ -21,7 +22,7 @@ from sbpc.inspect.page_charts import curves, memory, timeline
 from sbpc.inspect.page_graph import TITLES, Folded, fold, origins
 from sbpc.inspect.page_stages import chunk_row, schedule, stage_memory
 from sbpc.inspect.picture import HUES, clean, template
-from sbpc.inspect.report import boxings, chips_of, collectives, least, numberless, spans
+from sbpc.inspect.report import boxings, chips_of, collective_of, collectives, least, numberless, spans
 from sbpc.inspect.tables import quantity
 from sbpc.plans.options import BYTES, NONE
 from sbpc.plans.plan import Plan
@@ -156,6 +157,7 @@ def asked(plan: Plan) -> list[str]:
         f"{name} {getattr(options, name)}" for name in ("dtype", "optimizer", "baseline") if getattr(options, name)
     ]
     texts += [f"recompute {options.recompute}"] if options.recompute != NONE else []
+    texts += [f"gradients summed {options.reduce}"] if options.reduce != FLOAT32 else []
     texts += [f"at most {quantity(options.memory, 'B')} a rank"] if options.memory is not None else []
     return [clean(text) for text in (*texts, *(f"pin {name} = {layout}" for name, layout in options.pin.items()))]
 
@@ -252,7 +254,7 @@ def traffic(plan: Plan) -> list[dict[str, Any]]:
     for node, times in boxings(plan):
         step, value = node.meta["step"], node.meta["val"]
         taken, sent = step_cost(step, tuple(value.shape), value.element_size(), mesh)
-        key = numberless(module_of(node)), node.meta.get("phase", "forward"), step.collective, mesh.key(step.axes)
+        key = numberless(module_of(node)), node.meta.get("phase", "forward"), collective_of(node), mesh.key(step.axes)
         found[key] = [a + b * times for a, b in zip(found.get(key, [0.0, 0.0, 0.0]), (1, sent, taken))]
     order = sorted(found.items(), key=lambda item: (-item[1][2], -item[1][1], item[0]))
     most = order[0][1][2] or 1.0 if order else 1.0

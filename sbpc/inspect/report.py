@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from sbpc.boxing.steps import wire
@@ -21,6 +22,7 @@ from sbpc.plans.plan import Plan
 from sbpc.plans.staged.loop_formula import calls_of
 from sbpc.plans.staged.pipeline_cost import RUNS
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD
+from sbpc.rules.sum_types import dtype_of, narrower
 
 IDEAL = (
     "cluster   'ideal': a byte costs as much as a flop. It predicts no real machine; name one (h100, or a file),\n"
@@ -175,6 +177,12 @@ def boxings(plan: Plan, stages: Container[int] | None = None) -> Iterator[tuple[
             yield from ((node, times) for node in nodes if "step" in node.meta and node.meta["step"].collective in WIRE)
 
 
+def collective_of(node: Node) -> str:
+    """Returns the collective of a boxing, with the type of the numbers where these have 16 bits or fewer."""
+    kind, dtype = str(node.meta["step"].collective), dtype_of(node)
+    return f"{kind} {str(dtype).removeprefix('torch.')}" if narrower(dtype, torch.float32) else kind
+
+
 def collectives(plan: Plan) -> dict[tuple[str, str], tuple[int, float]]:
     """Returns by axis and collective how many there are, and the bytes that a rank sends; with stages, those of the
     busiest one."""
@@ -183,7 +191,7 @@ def collectives(plan: Plan) -> dict[tuple[str, str], tuple[int, float]]:
         step, value = node.meta["step"], node.meta["val"]
         rounds, each = wire(step, tuple(value.shape), value.element_size(), mesh.sizes)
         if rounds:
-            count, sent = totals.get(key := (mesh.key(step.axes), step.collective), (0, 0.0))
+            count, sent = totals.get(key := (mesh.key(step.axes), collective_of(node)), (0, 0.0))
             totals[key] = count + times, sent + times * float(each)
     return dict(sorted(totals.items()))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sbpc.errors import MeshError, check_kinds, is_name, is_number, read_json, shown
-from sbpc.mesh.collectives import ALGORITHMS, PLACES, Way
+from sbpc.mesh.collectives import ALGORITHMS, CARRIERS, PLACES, Way
 from sbpc.mesh.kernels import Attention, Device, Product, kernel_seconds, largest
 
 LINKS = ("intra", "inter")
@@ -170,8 +170,9 @@ class Cluster:
         return min(self.rates(collective, link), key=distance, default=Rate(collective))
 
     def rates(self, collective: str, link: str) -> list[Rate]:
-        """Returns what was measured of a collective on `link`."""
-        return [rate for rate in self.collectives if rate.collective == collective and rate.link in (link, None)]
+        """Returns what was measured of a collective on `link`, or else of what sends for it."""
+        found = [rate for rate in self.collectives if rate.collective == collective and rate.link in (link, None)]
+        return found or (self.rates(CARRIERS[collective], link) if collective in CARRIERS else [])
 
     def figures(self) -> dict[str, Any]:
         """Returns everything as JSON values; infinity is null, and what a rate or a way leaves open is left out."""
@@ -255,7 +256,7 @@ def check_count(what: str, value: Any, least: int) -> None:
 def check_rate(cluster: str, rate: Rate) -> None:
     """Raise MeshError unless a rate makes sense."""
     what = f"cluster {cluster!r}: of {rate.collective}, "
-    if rate.collective not in COLLECTIVES:
+    if rate.collective not in (*COLLECTIVES, *CARRIERS):
         raise MeshError(f"{what}a rate is given\n  The collectives are {', '.join(COLLECTIVES)}.")
     if rate.link not in (*LINKS, None):
         raise MeshError(f"{what}link is {rate.link!r}\n  It is {' or '.join(LINKS)}, or left out for both.")

@@ -20,7 +20,9 @@ WIRE: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
     "reduce_scatter": lambda p, n: (p - 1, (p - 1) * n),
     "all_to_all": lambda p, n: (p - 1, (p - 1) * n),
     "all_reduce": lambda p, n: (2 * (p - 1), 2 * (p - 1) * n / p),
+    "exchange": lambda p, n: (p - 1, (p - 1) * n),
 }
+CARRIERS = {"exchange": "all_to_all"}  # what sends for a step that is no collective of a library itself
 GATHERS = "all_gather", "reduce_scatter"
 Line = tuple[float, float]  # seconds of a message of no bytes, and seconds more for each byte of its block
 Lines = tuple[Line, ...]  # of which the cheapest counts: another one for each range of sizes
@@ -49,7 +51,7 @@ ALGORITHMS: dict[str, tuple[tuple[str, ...], Callable[[str, Any, Any], tuple[Any
     "nvls": (("all_reduce",), lambda _, p, n: (1, 0, 1 + 1 / p, 0)),
     "nvls_tree": (("all_reduce",), lambda _, p, n: (1, 2 * log2(n), 1 + n / p, smallest(2, n - 1))),
     "pat": (GATHERS, lambda _, p, n: (p, log2(n), 0, p - 1)),
-    "direct": (("all_to_all",), lambda _, p, n: (p / n - 1, p - p / n, p / n - 1, p / n * (p - p / n))),
+    "direct": (("all_to_all", "exchange"), lambda _, p, n: (p / n - 1, p - p / n, p / n - 1, p / n * (p - p / n))),
 }
 INSIDE, ALONE, TOGETHER, ACROSS = PLACES = "inside", "alone", "together", "across"
 

@@ -10,6 +10,7 @@ the sum of both.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ import sympy
 from sbpc.boxing.steps import Step, group, wire
 from sbpc.errors import PlanError, check_kinds
 from sbpc.mesh.cluster import collective_seconds
-from sbpc.mesh.collectives import WIRE, Min
+from sbpc.mesh.collectives import CARRIERS, WIRE, Min
 from sbpc.mesh.layout import cut, numel
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import Axes
@@ -207,8 +208,9 @@ class Cost:
         """Returns how the symbols of a step's link end: by axis, and by collective where the cluster tells them
         apart."""
         key = self.terms.mesh.key(step.axes).replace("+", "_")
-        apart = any(rate.collective == step.collective for rate in self.terms.mesh.cluster.collectives)
-        return f"{key}_{step.collective}" if apart else key
+        rated = {rate.collective for rate in self.terms.mesh.cluster.collectives}
+        sends = (name for name in (step.collective, CARRIERS.get(step.collective)) if name in rated)
+        return "_".join((key, *itertools.islice(sends, 1)))
 
     @property
     def bytes_on_wire(self) -> dict[str, float]:

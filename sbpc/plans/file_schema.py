@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from sbpc.errors import is_name, is_number, shown
-from sbpc.graph.about import PANEL_OF, RECOMPUTES, SLICE
+from sbpc.graph.about import EXCHANGE, FLOAT32, PANEL_OF, RECOMPUTES, REDUCE, SLICE
 from sbpc.graph.ports import INPUTS, OUTPUTS
-from sbpc.plans.options import OBJECTIVES, OPTIMIZER_STATE
+from sbpc.plans.options import OBJECTIVES, OPTIMIZER_STATE, REDUCTIONS
 
 # the first place within a value that does not fit, with what stands there; None if all fits
 Check = Callable[[Any], str | None]
@@ -131,7 +131,7 @@ TENSOR = row(DTYPE, SIZES, SIZES)
 VALUE = either(NONE, TENSOR, record({"several": many(either(NONE, TENSOR))}))
 META = {
     "module": NAME, "stack_trace": INTEGER, "phase": one_of("forward", "backward"), "decomposed": NAME, PANEL_OF: NAME,
-    RECOMPUTES: NAME, "part": row(NAME, SIZES), SLICE: INTEGER,
+    RECOMPUTES: NAME, REDUCE: one_of(FLOAT32, EXCHANGE), "part": row(NAME, SIZES), SLICE: INTEGER,
 }  # fmt: skip
 NODE = {"name": IDENTIFIER, "op": NAME, "target": NAME, "val": VALUE, "args": many(call_argument), "kwargs": KWARGS}
 CONSTANTS = {"constants": table(row(DTYPE, SIZES, many(call_argument)))}
@@ -144,7 +144,10 @@ PORTS = record({
 LAYOUTS = many(either(NONE, NAME))
 MEMORY = either(NONE, NUMBER, leaf(lambda v: v == math.inf))
 OPTIMIZER = leaf(lambda v: v in (*OPTIMIZER_STATE,))
-OPTIONS = record({"train": FLAG, "model": NAME, "objective": one_of(*OBJECTIVES), "optimizer": OPTIMIZER}, {
+OPTIONS = record({
+    "train": FLAG, "model": NAME, "objective": one_of(*OBJECTIVES), "optimizer": OPTIMIZER,
+    "reduce": one_of(*REDUCTIONS),
+}, {
     "dtype": either(NONE, NAME), "eval": many(NAME), "left_out": many(NAME), "memory": MEMORY, "pin": table(NAME),
     "spread": FLAG, "microbatches": COUNT, "panels": COUNT, "slices": COUNT, "recompute": NAME, "baseline": NAME,
     "schedule": NAME, "stages": either(NONE, NAME), "inputs": LAYOUTS, "outputs": LAYOUTS, "guards": table(many(LINE)),

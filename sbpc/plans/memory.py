@@ -225,7 +225,7 @@ class Life:
             bucket, received = self.buckets[start.meta["bucket"]], calls[first - 1].makes
             self.add_call(node, [bucket.result] if bucket.ended else [bucket.joined, bucket.result], ())
             bucket.ended = True
-            copied = node.meta["awaits"].collective in ("all_gather", "all_to_all")
+            copied = node.meta["awaits"].collective in ("all_gather", "all_to_all", "exchange")
             storages += self.add_call(node, [bucket.result], received) if copied else [bucket.result]
             return self.add_calls(node, calls[first:], storages)
         given = [storages[at] for call in calls[first - 1 : first] for at in call.reads]
@@ -379,11 +379,11 @@ def emitted(
     calls: list[Emitted] = []
     alive = [x]  # all tensors, so that no storage's address is used twice
 
-    def call(op: Any, *args: Any) -> Any:
+    def call(op: Any, *args: Any, **kwargs: Any) -> Any:
         given = [storage_of(value) for value in tree_leaves(args) if isinstance(value, torch.Tensor)]
         reads = tuple(dict.fromkeys(numbers[storage] for storage in given if storage in numbers))
         waits = "wait_tensor" in str(op)
-        out = args[0] if waits else op(*args)
+        out = args[0] if waits else op(*args, **kwargs)
         storage = storage_of(out)
         makes: tuple[int, ...] = ()
         if storage not in numbers and storage not in map(storage_of, positions):
@@ -393,7 +393,7 @@ def emitted(
         calls.append(Emitted(reads, makes, numbers.get(storage, 0), waits))
         return out
 
-    result = numbers[storage_of(lower(step, x, call, shape, mesh.sizes, origin, positions, mesh.group_name))]
+    result = numbers[storage_of(lower(step, x, call, shape, mesh.sizes, origin, positions, mesh.group_name, dtype))]
     if not calls or calls[-1].result != result:
         calls.append(Emitted((result,), (), result))
     return tuple(calls)

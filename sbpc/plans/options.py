@@ -8,12 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sbpc.graph.about import EXCHANGE, FLOAT32
 from sbpc.mesh.layout import Layout
 
 Layouts = Sequence[str | Layout | None] | None  # one layout per tensor, None for whole
 OPTIMIZER_STATE: dict[str | None, int] = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, None: 0}
 """How many tensors of a parameter's size an optimizer keeps."""
 SECONDS, SERIAL, BYTES = OBJECTIVES = "seconds", "serial", "bytes"
+AS_COMPUTED = "as computed"
+REDUCTIONS = FLOAT32, EXCHANGE, AS_COMPUTED
 NONE, SELECTIVE, FULL, AUTO = RECOMPUTE = "none", "selective", "full", "auto"
 
 
@@ -122,6 +125,14 @@ class Options:
         'but the inputs of each block; "auto", nothing where `memory` allows it, else what makes the fastest plan '
         'that fits. A block is a module such as "layers.3", or a child of a model without such. '
         "`plan.cost.recompute_seconds` tells what that takes.",
+    )
+    reduce: str = option(
+        FLOAT32,
+        "how gradients are summed over ranks, micro-batches and stages where they are computed in 16 bits: "
+        '"float32", in that type, or in the one of their parameter if it is wider; "exchange", in float32, too, but '
+        "over ranks they may be sent as they are computed, which rounds the sum once and sends half as much; or "
+        '"as computed", whose error grows with the root of the number of ranks. Partial sums of activations, as in '
+        "tensor parallelism, are taken in the type of the activations.",
     )
     baseline: str | None = None
     forms: Mapping[str, str] | None = None

@@ -138,8 +138,9 @@ class PlannedStep(Pipeline):
         sent = super().sent_by(stage)
         for name, having in self.summands.items() if self.axis else ():
             others = {self.owners[other] for other in self.shared[name]} - {stage}
-            mine = [at for at in having if self.owners[at] == stage]
-            sent[str(self.axis)] += len(others) * sum(self.chunk_costs[at].homes[name] for at in mine)
+            port, mine = Port(GRADIENT, name), [self.chunks[at] for at in having if self.owners[at] == stage]
+            sizes = (bytes_at(chunk.value(port), chunk.left[port], self.inner) for chunk in mine)
+            sent[str(self.axis)] += len(others) * sum(sizes)
         return sent
 
     # --- its layouts --------------------------------------------------------------------------------------------------
@@ -300,15 +301,16 @@ class PlannedStep(Pipeline):
         return replace(self, chunks=[replace(self.chunk, assignment=assignment)], **others)
 
     def verify(self) -> int:
-        """Checks every edge, and returns their number: states type-check, shapes agree, gradients land at home, and
-        what crosses is left by one chunk as others read it. Raises VerifyError."""
+        """Checks every edge, and returns their number: states type-check, shapes agree, gradients land at home and
+        are summed in the types that `reduce` says, and what crosses is left by one chunk as others read it. Raises
+        VerifyError."""
         edges = 0
         for at, (chunk, programs) in enumerate(zip(self.chunks, self.programs)):
             kinds = [
                 (which, adding) for which in self.tally(at) for adding in ((True,) if which == PARTS else (False, True))
             ]
             written = [(programs.program(*kind).gm, functools.partial(programs.local_at, *kind)) for kind in kinds]
-            edges += chunk.rewriter.verify(chunk, written) + len(chunk.receives)
+            edges += chunk.rewriter.verify(chunk, written, self.options.reduce) + len(chunk.receives)
         for mistake in wrong_crossings(self):
             raise VerifyError(f"{mistake}\n  {REPORT}")
         return edges

@@ -9,7 +9,7 @@ from collections.abc import Container, Mapping
 
 from torch.fx import GraphModule, Node
 
-from sbpc.graph.about import is_boxing
+from sbpc.graph.about import FLOAT32, REDUCE, is_boxing
 from sbpc.graph.operands import ancestors, is_late, just_in_time, made_of, operands, value_of
 from sbpc.graph.ports import (
     BUFFER,
@@ -28,6 +28,7 @@ from sbpc.graph.ports import (
 from sbpc.mesh.collectives import WIRE
 from sbpc.mesh.states import B, P, Partial
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
+from sbpc.rules.sum_types import begins_sums, ends_sums
 
 # FREE: the same for all micro-batches, and computed wherever it is read
 BEFORE, AFTER, FREE = "before", "after", "free"
@@ -114,8 +115,8 @@ def boxings_home(gm: GraphModule, parts: Mapping[Node, str], in_loop: Container[
 
 
 def ways_home(gm: GraphModule) -> set[Node]:
-    """Returns the last calls before the gradients, from the first collective on, that nothing else reads and that
-    are linear.
+    """Returns the last calls before the gradients, from the first collective on, or from a cast behind sums, that
+    nothing else reads and that are linear.
 
     Linear means L(a) + L(b) = L(a + b). So the sum over several steps may be taken before them.
     """
@@ -128,7 +129,7 @@ def ways_home(gm: GraphModule) -> set[Node]:
             tail.add(node)
     for node in gm.graph.nodes:
         sends = "step" in node.meta and node.meta["step"].collective in WIRE
-        if node in tail and (sends or not found.isdisjoint(node.all_input_nodes)):
+        if node in tail and (sends or ends_sums(node) or not found.isdisjoint(node.all_input_nodes)):
             found.add(node)
     return found
 
@@ -142,7 +143,9 @@ def constants(gm: GraphModule) -> set[Node]:
 
 def is_linear(node: Node, fixed: Container[Node]) -> bool:
     """Returns whether a call is jointly linear in all that it reads but what is fixed: it takes partial sums of
-    these to partial sums."""
+    these to partial sums. A cast to float32 is none of them if the sum is to be taken of what it makes."""
+    if begins_sums(node) and node.meta[REDUCE] == FLOAT32:
+        return False
     if is_boxing(node):
         step = node.meta["step"] if "step" in node.meta else node.meta["awaits"]
         return node not in fixed and all(state == P for state in step.before.states if isinstance(state, Partial))

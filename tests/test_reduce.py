@@ -1,0 +1,243 @@
+"""Gradients of 16 bits are summed in float32: on any number of ranks their error is that of one device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+import sbpc
+from sbpc import Mesh, Plan
+from sbpc.errors import PlanError, SbpcError, VerifyError
+from sbpc.graph.operands import operands
+from sbpc.mesh.cluster import CLUSTERS, Rate
+from sbpc.mesh.states import P
+from sbpc.passes.verify import adds_up, verify_sums
+from sbpc.plans.measure import layout_at
+from sbpc.rules.sum_types import begins_sums, narrows
+from tests import models
+from tests.gradient_errors import HALF, error, of_half, relative
+from tests.processes import run_ranks
+from tests.random_plans import random_plan
+
+SLOW = (Rate("all_to_all", efficiency=0.1),)  # so that sums in float32 are faster
+
+
+class Net(nn.Module):
+    """Products, biases and a norm, and a matrix that is read twice, whose gradient is a sum of two."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = (
+            nn.Linear(width, 2 * width),
+            nn.LayerNorm(2 * width),
+            nn.Linear(2 * width, width),
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x + self.down(F.gelu(self.norm(self.up(x))))
+        return F.mse_loss(F.linear(F.linear(x, self.up.weight), self.down.weight), y)
+
+
+def made(held: bool, rows: int = 128) -> tuple[nn.Module, tuple[Tensor, Tensor], dict[str, Any]]:
+    """The model, a batch, and options."""
+    return of_half(lambda: (Net(), (torch.randn(rows, 32), torch.randn(rows, 32))), held)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_the_error_of_gradients_does_not_grow_with_the_ranks(held: bool) -> None:
+    model, args, options = made(held)
+
+    def errors(reduce: str, *ranks: int) -> list[float]:
+        plans = [sbpc.baseline("data", model, args, Mesh(d=p), **options, reduce=reduce) for p in ranks]
+        return [error(plan, model, args) for plan in plans]
+
+    one, *more = errors("float32", 1, 2, 16)
+    assert max(more) < 1.05 * one
+    few, many = errors("exchange", 2, 16)  # which rounds the sum once more
+    assert many < 1.05 * few < 1.2 * one
+    assert errors("as computed", 16)[0] > 1.3 * one
+
+
+LONG = {
+    "gpt2": functools.partial(models.gpt2, batch=64, seq=8, vocab=64, width=32, heads=8),
+    "conv-net": functools.partial(models.resnet, batch=64, channels=8),
+}
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("name", LONG)
+def test_the_error_of_gradients_of_deep_models_does_not_grow_with_the_ranks(name: str, held: bool) -> None:
+    model, args, options = of_half(LONG[name], held)
+    one = error(sbpc.plan(model, args, Mesh(d=1), **options), model, args)
+    for reduce, axes in itertools.product(("float32", "exchange"), ({"d": 2}, {"d": 16}, {"d": 64}, {"d": 4, "e": 4})):
+        plan = sbpc.baseline("data", model, args, Mesh(**axes), **options, reduce=reduce)
+        plan.verify()
+        assert error(plan, model, args) < (1.05 if reduce == "float32" else 1.1) * one, (reduce, axes)
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("reduce", ["float32", "exchange"])
+@pytest.mark.parametrize("axes", [{"d": 4}, {"d": 2, "t": 2}])
+def test_sums_are_counted_simulated_saved_and_verified(
+    held: bool, axes: dict[str, int], reduce: str, tmp_path: Path
+) -> None:
+    model, args, options = made(held)
+    plan = sbpc.plan(model, args, Mesh(**axes), **options, reduce=reduce)
+    kinds = {node.meta["step"].collective for node in plan.boxed.graph.nodes if "step" in node.meta}
+    assert ("exchange" in kinds) == (reduce == "exchange")
+    plan.verify()
+    plan.save(tmp_path / "plan.sbpc")
+    loaded = sbpc.load(tmp_path / "plan.sbpc")
+    assert loaded.options.reduce == reduce
+    for each in (plan, loaded):
+        run = sbpc.simulate(each, model, args)
+        assert run.bytes_sent == each.cost.bytes_sent == plan.cost.bytes_sent
+        assert run.peak_memory <= each.cost.memory["total"] == plan.cost.memory["total"]
+        assert all(run.gradients[name].dtype == p.dtype for name, p in model.named_parameters())
+    symbols = {plan.cost.symbols[name]: value for name, value in plan.cost.numbers.items()}
+    assert sum(float(each.xreplace(symbols)) for each in plan.cost.bytes_expr.values()) == sum(run.bytes_sent.values())
+
+
+@pytest.mark.parametrize("reduce", ["float32", "exchange"])
+def test_products_whose_results_are_gradients_are_not_cut_into_panels_that_are_summed(reduce: str) -> None:
+    model, args, options = of_half(functools.partial(models.gpt2, batch=8, seq=8, vocab=64, width=32, heads=4), False)
+    plan = sbpc.plan(model, args, Mesh(d=2, t=2), **options, reduce=reduce, panels=2)
+    assert any("in panels" in remark for remark in plan.remarks)
+    plan.verify()
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("reduce", ["float32", "exchange"])
+def test_any_legal_plan_sums_gradients_in_float32(reduce: str, held: bool) -> None:
+    model, args, options = made(held)
+    one = error(sbpc.plan(model, args, Mesh(d=1), **options), model, args)
+    plan = sbpc.plan(model, args, Mesh(d=2, t=3), **options, reduce=reduce, objective="serial")
+    for seed in range(3):
+        drawn = random_plan(plan, seed)
+        drawn.verify()
+        assert error(drawn, model, args) < 1.5 * one  # activations are summed in bfloat16
+
+
+def test_an_exchange_is_taken_where_it_is_faster_and_is_in_the_formula() -> None:
+    with torch.device("meta"):
+        model, args = Net(2048).to(HALF), (torch.empty(512, 2048, dtype=HALF),) * 2
+    for cluster, taken in (("h100", True), (replace(CLUSTERS["ideal"], collectives=SLOW), False)):
+        plan = sbpc.baseline("data", model, args, Mesh(d=4, cluster=cluster), reduce="exchange")
+        kinds = {node.meta["step"].collective for node in plan.boxed.graph.nodes if "step" in node.meta}
+        assert ("exchange" in kinds) == taken
+        assert plan.cost.subs() == pytest.approx(plan.cost.compute_seconds + plan.cost.comm_seconds)
+
+
+def swapped(gm: GraphModule) -> GraphModule:
+    """The graph with the first cast of which a sum is taken behind that sum."""
+    pairs = [(cast, user) for cast in gm.graph.nodes if begins_sums(cast) for user in cast.users if adds_up(user)]
+    (cast, step), (narrow,) = pairs[0], operands(pairs[0][0])
+    step.replace_input_with(cast, narrow)
+    with gm.graph.inserting_after(step):
+        moved = gm.graph.node_copy(cast, lambda _: step)
+    step.replace_all_uses_with(moved, delete_user_cb=lambda user: user is not moved)
+    step.meta["val"] = narrow.meta["val"]
+    return gm
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_cast_that_moves_across_a_collective_is_found(held: bool) -> None:
+    model, args, options = made(held)
+    gm = sbpc.baseline("data", model, args, Mesh(d=4), **options, objective="serial").boxed
+    verify_sums(gm)
+    with pytest.raises(VerifyError, match=r"a gradient is summed in torch.bfloat16, not in torch.float32\n  %box_"):
+        verify_sums(swapped(gm))
+
+
+def test_a_sum_that_is_made_in_float32_is_never_cast_before_it_is_taken() -> None:
+    model, args, _ = made(True)
+    for reduce, wide in (("float32", True), ("as computed", False)):
+        gm = sbpc.baseline("data", model, args, Mesh(d=4), reduce=reduce).unscheduled
+        (loss,) = [node for node in gm.graph.nodes if narrows(node) and not node.meta["val"].dim()]
+        assert (P in layout_at(loss).states) != wide
+
+
+def test_a_float32_model_is_planned_as_ever() -> None:
+    model, args = Net(), (torch.randn(16, 32), torch.randn(16, 32))
+    plans = [sbpc.plan(model, args, Mesh(d=2), reduce=reduce) for reduce in ("float32", "as computed")]
+    assert str(plans[0].boxed.graph) == str(plans[1].boxed.graph)
+
+
+def test_a_file_that_says_of_its_sums_what_is_not_so_is_refused(tmp_path: Path) -> None:
+    model, args, _ = made(True)
+    plan = sbpc.baseline("data", model, args, Mesh(d=2), reduce="as computed")
+    replace(plan, options=replace(plan.options, reduce="float32")).save(tmp_path / "plan.sbpc")
+    with pytest.raises(PlanError, match=r"a gradient is summed in torch\.bfloat16, not in torch\.float32"):
+        sbpc.load(tmp_path / "plan.sbpc")
+
+
+def test_an_unknown_type_of_sums_is_refused() -> None:
+    model, args, _ = made(False)
+    with pytest.raises(SbpcError, match="reduce is 'int8'\n  It is one of 'float32', 'exchange', 'as computed'"):
+        sbpc.plan(model, args, Mesh(d=2), reduce="int8")
+
+
+LOOPS: dict[str, dict[str, Any]] = {
+    "micro-batches": {"axes": {"d": 2}, "microbatches": 8},
+    "stages": {"axes": {"p": 2, "d": 2}, "stages": "p", "microbatches": 8},
+}
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_micro_batches_and_stages_add_up_gradients_in_float32(loop: str, held: bool, tmp_path: Path) -> None:
+    model, args, options = made(held)
+    axes, more = LOOPS[loop]["axes"], {key: value for key, value in LOOPS[loop].items() if key != "axes"}
+    one = error(sbpc.plan(model, args, Mesh(d=1), **options), model, args)
+    plan = sbpc.plan(model, args, Mesh(**axes), **options, **more)
+    plan.verify()
+    plan.save(tmp_path / "plan.sbpc")
+    sbpc.load(tmp_path / "plan.sbpc").verify()
+    assert error(plan, model, args) < 1.05 * one
+    run = sbpc.simulate(plan, model, args)
+    assert run.bytes_sent == plan.cost.bytes_sent and run.peak_memory <= plan.cost.memory["total"]
+    assert {node.meta["val"].dtype for chunk in plan.programs for node in chunk.summed} == {torch.float32}
+
+
+def stepped(plans: list[Plan]) -> Any:
+    """Gradients of real steps: at once, or of eight parts of the batch, all but the last within `no_sync`."""
+    found = []
+    for plan in plans:
+        model, args, _ = made(plan.options.dtype is None)
+        module: Any = sbpc.parallelize(model, plan)
+        if plan.loop is not None:
+            module.step(*args)
+        else:
+            for at in range(8):
+                with module.no_sync() if at < 7 else contextlib.nullcontext():
+                    module.step(*(each.chunk(8)[at] for each in args))
+        found.append({name: p.grad.full_tensor() for name, p in module.named_parameters()})
+    return found
+
+
+@pytest.mark.parametrize("loop", [None, "stages"])
+def test_real_ranks_add_up_gradients_in_float32(loop: str | None) -> None:
+    mesh = Mesh(p=2, d=2) if loop else Mesh(d=2)
+    more = {"stages": "p", "microbatches": 8} if loop else {"objective": "serial"}
+    cases, plans = list(itertools.product((False, True), ("float32", "exchange"))), []
+    for held, reduce in cases:
+        model, args, options = made(held, rows=128 if loop else 16)
+        plans.append(sbpc.plan(model, args, mesh, **options, **more, reduce=reduce))
+    results = run_ranks(stepped, mesh.ranks, plans)
+    assert all(isinstance(each, list) for each in results), results[0]
+    for (held, reduce), of_ranks in zip(cases, zip(*results)):
+        model, args, options = made(held)
+        one = error(sbpc.plan(model, args, Mesh(d=1), **options), model, args)
+        found = {name: each.double() / (1 if loop else 8) for rank in of_ranks for name, each in rank.items()}
+        assert relative(found, model, args) < (1.05 if loop or reduce == "float32" else 1.2) * one
