@@ -1,7 +1,9 @@
-"""Loops that go breadth-first: gradients of a chunk go home beside the backward of those before it."""
+"""Loops that go breadth-first: gradients of a chunk go home beside the backward of those before it, and what a chunk
+gathers comes beside the forward of those before it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from sbpc import Mesh
 from sbpc.graph.ports import GRADIENT
 from sbpc.mesh.cluster import Cluster
 from sbpc.plans.memory_curve import memory_curve
-from sbpc.plans.staged.schedules import LATE
+from sbpc.plans.staged.schedules import EARLY, LATE, piece_of
 from sbpc.plans.timeline import COMPUTE
 from tests import models
 from tests.compare import compare, eager
@@ -55,6 +57,7 @@ def test_numbers_bytes_and_memory_are_those_of_the_whole_batch(
     plan, (model, args) = planned(net, mesh, scheme, **options), made(net)
     plan.verify()
     assert any(LATE in which for which, _ in plan.order(0))
+    assert any(EARLY in which for which, _ in plan.order(0)) == (scheme != "data")
     assert compare(plan, model, args, *eager(model, args)) <= 1e-10
     run = sbpc.simulate(plan, model, args)
     assert {axis: size for axis, size in run.bytes_sent.items() if size} == {
@@ -89,6 +92,32 @@ def test_the_timeline_fills_the_step_and_no_link_carries_two_at_a_time() -> None
         lanes[event.stream] = event.end
 
 
+def test_what_later_chunks_gather_comes_beside_the_forward_of_earlier_ones() -> None:
+    plan = planned("gpt2", "2", "fsdp")
+    (played,), _ = plan.played
+    starts = {str(each.action): each.start for each in played}
+    assert all(starts[f"{at}early0"] == 0.0 for at in range(4))  # to start a collective takes no time here
+    gathers = [e for e in plan.timeline() if e.kind == "all_gather" and e.name.startswith("1early0")]
+    assert gathers and all(event.start < starts["1F0"] for event in gathers)
+    alone = sum(sum(plan.work_of(each.action)) for each in played if not piece_of(each.parts)[1])
+    assert plan.cost.seconds < 0.9 * alone
+
+
+@pytest.mark.parametrize("sharing", [1.0, 2.0])
+@pytest.mark.parametrize("schedule", ["interleaved", "breadth-first:2", "zbv"])
+def test_stages_have_the_numbers_bytes_and_memory_that_are_predicted(schedule: str, sharing: float) -> None:
+    mesh = Mesh(cluster=replace(LAN, sharing=sharing), pipe=2, data=2)
+    options: Any = {"stages": "pipe", "microbatches": 4, "schedule": schedule}
+    plan, (model, args) = sbpc.baseline("fsdp", *made("gpt2"), mesh, **options), made("gpt2")
+    assert any(EARLY in which for which, _ in plan.orders[0]) == (sharing == 1.0)
+    assert compare(plan, model, args, *eager(model, args)) <= 1e-10
+    run = sbpc.simulate(plan, model, args)
+    assert run.bytes_sent == plan.cost.bytes_sent
+    assert plan.memory["total"] - plan.memory["optimizer"] == run.peak_memory
+    events = [event for event in plan.timeline() if "sends" not in event.stream]
+    assert max(event.end for event in events) == pytest.approx(plan.cost.seconds)
+
+
 def steps(net: str, plan: sbpc.Plan) -> list[list[Tensor]]:
     """By rank: the loss and the whole gradients of a step, and those of two batches added up."""
     model, args = made(net)
@@ -104,9 +133,9 @@ def steps(net: str, plan: sbpc.Plan) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.parametrize(("net", "mesh"), [("gpt2", "2x2"), ("mlp", "2")])
-def test_real_ranks_have_the_numbers_of_one_process(net: str, mesh: str) -> None:
-    plan, (model, args) = planned(net, mesh), made(net)
+@pytest.mark.parametrize(("net", "mesh", "scheme", "options"), CASES[::3])
+def test_real_ranks_have_the_numbers_of_one_process(net: str, mesh: str, scheme: str, options: dict[str, Any]) -> None:
+    plan, (model, args) = planned(net, mesh, scheme, **options), made(net)
     loss = model(*args)
     loss.backward()
     expected = [parameter.grad for parameter in model.parameters()]

@@ -25,8 +25,8 @@ from sbpc.plans.chunk import Assignment, Chunk
 from sbpc.plans.options import Options
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.part_memory import bytes_at
-from sbpc.plans.staged.schedules import BREADTH_FIRST, INPUTS, WEIGHTS, actions_of, chunks_in
-from sbpc.plans.staged.stage_parts import AFTER
+from sbpc.plans.staged.schedules import BREADTH_FIRST, FORWARD, INPUTS, WEIGHTS, actions_of, chunks_in
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE
 from sbpc.plans.staged.stages_bound import stages_bound
 from sbpc.rules.choices import Candidates, Choice, of_stored
 
@@ -113,9 +113,13 @@ def staged(
 
 def breadth_first(plan: Plan, made: Made) -> Plan:
     """Returns a loop in which all micro-batches go through one chunk of the model before the next if that is faster
-    and fits: gradients of a chunk then go home beside the backward of those before it. Else the loop as it is."""
+    and fits: gradients of a chunk then go home beside the backward of those before it, and what is gathered for a chunk
+    comes beside the forward of those before it. Else the loop as it is."""
     (cost,), body = plan.chunk_costs, plan.body
-    send = cost.program((INPUTS, WEIGHTS, AFTER)).seconds - cost.program((INPUTS, WEIGHTS)).seconds
+    send = sum(
+        cost.program(which).seconds - cost.program(tuple(part for part in which if part not in (BEFORE, AFTER))).seconds
+        for which in ((BEFORE, FORWARD), (INPUTS, WEIGHTS, AFTER))
+    )
     if not plan.overlaps or plan.mesh.cluster.name == "ideal" or send < GAIN * plan.cost.seconds:
         return plan
     assert body is not None

@@ -105,8 +105,8 @@ class Options:
         'the order in which stages work: "gpipe", "1f1b", "interleaved" (two chunks of the model on each stage, or so '
         'many as "interleaved:3" says), "zbv" (two, there and back, and the backward in two parts) or "breadth-first" '
         "(two, or as many as is said; all micro-batches go through one chunk before the next, so that its gradients "
-        "are on their way home for longer). A loop without stages goes breadth-first where the simulated step is "
-        "shorter by 2 % so, and fits.",
+        "are on their way home for longer, and what later chunks gather comes beside earlier ones). A loop without "
+        "stages goes breadth-first where the simulated step is shorter by 2 % so, and fits.",
     )
     recompute: str = option(
         NONE,

@@ -274,8 +274,9 @@ class PlannedStep(Pipeline):
 
     @functools.cached_property
     def programs(self) -> Sequence[ChunkPrograms]:
-        """The programs of each chunk."""
-        several = len(self.chunks) > self.stages
+        """The programs of each chunk. Nothing comes early or late of them where stages share cores, as nobody predicts
+        how long that takes beside others."""
+        several = len(self.chunks) > self.stages and self.alone == 1.0
         return OnUse(
             len(self.chunks),
             lambda at: ChunkPrograms(self.chunks[at], self.in_loop, self.overlaps, self.budget, several),
