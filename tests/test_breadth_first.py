@@ -75,7 +75,8 @@ def test_it_is_chosen_where_gradients_would_be_waited_for_and_hides_them() -> No
     mesh = Mesh(data=4, cluster=LAN)
     plan = sbpc.plan(model, args, mesh, microbatches=4)
     assert plan.schedule.startswith("breadth-first") and plan.way.startswith("breadth-first")
-    turns = sbpc.plan(model, args, mesh, microbatches=4, schedule="gpipe")
+    turns = sbpc.plan(model, args, mesh, microbatches=4, schedule="1f1b")
+    assert turns.schedule == "1f1b" and len(turns.chunks) == 1  # as asked for
     assert plan.cost.seconds < 0.98 * turns.cost.seconds
     limited = sbpc.plan(model, args, mesh, microbatches=4, memory=turns.memory["total"])
     assert limited.memory["total"] <= turns.memory["total"]

@@ -25,7 +25,7 @@ from sbpc.plans.chunk import Assignment, Chunk
 from sbpc.plans.options import Options
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.part_memory import bytes_at
-from sbpc.plans.staged.schedules import BREADTH_FIRST, FORWARD, INPUTS, WEIGHTS, actions_of, chunks_in
+from sbpc.plans.staged.schedules import BREADTH_FIRST, FORWARD, INPUTS, USUAL, WEIGHTS, actions_of, chunks_in
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE
 from sbpc.plans.staged.stages_bound import stages_bound
 from sbpc.rules.choices import Candidates, Choice, of_stored
@@ -68,7 +68,8 @@ def staged(
     taken. experts: layouts of the body that the step is to be no slower with. Raises PlanError if the model cannot be
     cut so, MemoryLimitError if no plan fits.
     """
-    axis, schedule, count = options.stages, options.schedule, options.microbatches
+    axis, schedule, count = options.stages, options.schedule or USUAL, options.microbatches
+    may_change, options = options.schedule is None, replace(options, schedule=schedule)
     assert count is not None
     stages = 1 if axis is None else mesh.sizes[mesh.axis(axis)]
     batch_of(gm, count)
@@ -108,7 +109,7 @@ def staged(
     for write in parts:
         body = write(plan)
         plan = plan if body is None else better(plan, rewritten(plan, body, schedule, made))
-    return breadth_first(plan, made) if stages == 1 and schedule == Options.schedule else plan
+    return breadth_first(plan, made) if stages == 1 and may_change else plan
 
 
 def breadth_first(plan: Plan, made: Made) -> Plan:

@@ -23,6 +23,7 @@ EARLY, LATE = "early", "late"
 STEP = "S"  # the action, and the schedule, of a step that is one program: of one chunk and one micro-batch
 # how many chunks of the model each stage has, where that is not said
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2, "breadth-first": 2}
+USUAL = "1f1b"
 INTERLEAVED, BREADTH_FIRST = COUNTED = "interleaved", "breadth-first"  # may say how many: "interleaved:3"
 MOST_CHUNKS = 1024
 
