@@ -14,7 +14,7 @@ from torch.fx.graph import CodeGen
 
 from sbpc._compat import inductor_compile
 from sbpc.errors import NanError, PlanError, at_node, check_kinds
-from sbpc.graph.operands import nodes_in
+from sbpc.graph.operands import ancestors, nodes_in
 from sbpc.rules.strides import laid_out
 
 aten = torch.ops.aten
@@ -89,6 +89,7 @@ def inductor(gm: GraphModule) -> BoxedFunction:
     Inductor would make a new view of each.
     """
     graph = kernels(gm)
+    own_in_flight(graph)
     results: Any = graph.output_node().args[0]
     graph.erase_node(graph.output_node())
     places = {node: at for at, node in enumerate(graph.find_nodes(op="placeholder"))}
@@ -108,6 +109,24 @@ def inductor(gm: GraphModule) -> BoxedFunction:
         return tuple(next(computed) if at is None else handed_on[at] for at in sources)
 
     return boxed
+
+
+def own_in_flight(graph: Graph) -> None:
+    """Gives collectives that another program waits for memory of their own to read, if what they read was added to in
+    place, and lets the program return that.
+
+    Inductor makes a sum in memory that it lets go behind the program's last call, and returns the sum where it was
+    before. The collective would read what others write there meanwhile.
+    """
+    for node in list(graph.nodes):
+        if "_c10d_functional" not in str(node.target) or "wait_tensor" in str(node.target):
+            continue
+        source, awaited = node.args[0], any("wait_tensor" in str(user.target) for user in node.users)
+        if not awaited and any("_." in str(each.target) for each in ancestors([source])):
+            with graph.inserting_before(node):
+                own = graph.call_function(aten.clone.default, (source,))
+            for user in (node, graph.output_node()):
+                user.replace_input_with(source, own)
 
 
 def overlaps(x: Tensor) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx import Graph
 
 import sbpc
 from sbpc import Mesh
@@ -17,6 +18,7 @@ from sbpc.mesh.cluster import Cluster
 from sbpc.plans.memory_curve import memory_curve
 from sbpc.plans.staged.schedules import EARLY, LATE, piece_of
 from sbpc.plans.timeline import COMPUTE
+from sbpc.runtime.executors import own_in_flight
 from tests import models
 from tests.compare import compare, eager
 from tests.processes import run_ranks
@@ -37,6 +39,7 @@ CASES = [
     ("gpt2", "2", "data", {"recompute": "full"}),
     ("gpt2", "2", "fsdp", {}),
 ]
+INDUCTOR = {"executor": "inductor", "schedule": "breadth-first:2", "microbatches": 2}
 
 
 def made(net: str) -> models.Model:
@@ -119,10 +122,10 @@ def test_stages_have_the_numbers_bytes_and_memory_that_are_predicted(schedule: s
     assert max(event.end for event in events) == pytest.approx(plan.cost.seconds)
 
 
-def steps(net: str, plan: sbpc.Plan) -> list[list[Tensor]]:
+def steps(net: str, plan: sbpc.Plan, executor: str) -> list[list[Tensor]]:
     """By rank: the loss and the whole gradients of a step, and those of two batches added up."""
     model, args = made(net)
-    module: Any = sbpc.parallelize(model, plan)
+    module: Any = sbpc.parallelize(model, plan, executor=executor)
     found = []
     for turn in range(2):
         if turn:
@@ -134,19 +137,36 @@ def steps(net: str, plan: sbpc.Plan) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.parametrize(("net", "mesh", "scheme", "options"), CASES[::3])
+@pytest.mark.parametrize(
+    ("net", "mesh", "scheme", "options"),
+    [*CASES[::3], pytest.param("mlp", "2", "fsdp", INDUCTOR, marks=pytest.mark.prove)],
+)
 def test_real_ranks_have_the_numbers_of_one_process(net: str, mesh: str, scheme: str, options: dict[str, Any]) -> None:
-    plan, (model, args) = planned(net, mesh, scheme, **options), made(net)
+    asked = {key: value for key, value in options.items() if key != "executor"}
+    plan, (model, args) = planned(net, mesh, scheme, **asked), made(net)
     loss = model(*args)
     loss.backward()
     expected = [parameter.grad for parameter in model.parameters()]
     ports = [port for port in plan.ports.outputs if port.kind == GRADIENT]
     assert len(ports) == len(expected)
-    for rank in run_ranks(steps, plan.mesh.ranks, net, plan):
+    for rank in run_ranks(steps, plan.mesh.ranks, net, plan, options.get("executor", "code")):
         for times, (value, *gradients) in enumerate(rank, 1):
             assert value.item() == pytest.approx(loss.item(), rel=1e-12)
             for one, other in zip(gradients, expected):
                 assert torch.allclose(one, times * other, rtol=1e-9, atol=1e-12)
+
+
+def test_what_inductor_sends_and_does_not_await_is_its_own_and_stays() -> None:
+    graph, c10d = Graph(), torch.ops._c10d_functional
+    total, more, weight = map(graph.placeholder, ("total", "more", "weight"))
+    added = graph.call_function(torch.ops.aten.add_.Tensor, (total, more))
+    sent = graph.call_function(c10d.all_reduce.default, (added, "sum", "group"))
+    gathered = graph.call_function(c10d.all_gather_into_tensor.default, (weight, 2, "group"))
+    graph.output((added, sent, gathered))
+    own_in_flight(graph)
+    kept, *_ = graph.output_node().args[0]  # type: ignore[misc]
+    assert kept.target is torch.ops.aten.clone.default and sent.args[0] is kept and kept.args == (added,)
+    assert gathered.args[0] is weight
 
 
 def test_a_plan_is_read_from_its_file_as_it_was(tmp_path: Any) -> None:
