@@ -36,8 +36,8 @@ def localize(gm: GraphModule, mesh: Mesh, coordinates: tuple[int, ...]) -> Graph
     Before: a boxed graph at global shapes. After: plain ATen ops at local shapes and functional collectives over
     named groups (`Mesh.group_name`). Placeholders: those of the graph, then for every mesh axis the rank's position,
     int64 [1]. For every value that stands for one of the boxed graph, `meta["local_shape"]` is its shape on this
-    rank, `meta["whole_shape"]` that of the whole. `gm.meta["late"]` names the first nodes of what is written for
-    those of these names, see `Program`. On every call `meta["boxed"]` is the name of the node of the boxed
+    rank, `meta["whole_shape"]` that of the whole. `gm.meta["pieces"]` has the first nodes of what is written for
+    those that it had, see `Program`. On every call `meta["boxed"]` is the name of the node of the boxed
     graph for which it is written; for the calls from a wait on, that of the boxing.
     """
     return Localizer(gm, mesh, coordinates).run()
@@ -66,10 +66,10 @@ class Localizer(Copies):
         for axis in self.mesh.axes:
             value = torch.empty(1, dtype=torch.int64, device="meta")
             self.positions.append(self.given(f"position_{axis}", {"val": value, "local_shape": (1,)}))
-        late = dict.fromkeys(self.gm.meta.get("late", ()), 0)
+        pieces, begins = self.gm.meta.get("pieces", {}), dict[int, int]()
         for node in nodes:
-            if node.name in late:
-                late[node.name] = len(self.graph.nodes)
+            if node.name in pieces:
+                begins[len(self.graph.nodes)] = pieces[node.name]
             self.about = about(node) | {"boxed": operands(node)[0].name if "awaits" in node.meta else node.name}
             if "step" in node.meta:
                 self[node] = self.start(node) if is_awaited(node) else self.boxing(node)
@@ -81,9 +81,9 @@ class Localizer(Copies):
                 self[node] = self.as_it_is(node)
         self.left(results(self.gm))
         made = self.module(self.gm)
-        if late:
+        if pieces:
             names = [node.name for node in made.graph.nodes]
-            made.meta["late"] = [names[at] for at in late.values()]
+            made.meta["pieces"] = {names[at]: piece for at, piece in begins.items()}
         return made
 
     def as_it_is(self, node: Node, read: Callable[[Node], Any] | None = None) -> Node:

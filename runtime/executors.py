@@ -16,7 +16,7 @@ from torch.fx.graph import CodeGen
 
 from sbpc._compat import inductor_compile
 from sbpc.errors import NanError, PlanError, at_node, check_kinds
-from sbpc.graph.operands import nodes_in
+from sbpc.graph.operands import ancestors, nodes_in
 from sbpc.rules.strides import laid_out
 from sbpc.runtime.pieces import in_pieces
 
@@ -98,6 +98,7 @@ def inductor(gm: GraphModule) -> BoxedFunction:
 
 def compiled_later(piece: GraphModule) -> BoxedFunction:
     """Returns what compiles a program at its first call and runs it."""
+    own_in_flight(piece.graph)
     compiled = list[Callable[..., Any]]()
     strides: list[Any] = []  # with which it was compiled; what has others is copied
 
@@ -125,6 +126,24 @@ def auto(gm: GraphModule) -> BoxedFunction:
         return made[0](given)
 
     return boxed
+
+
+def own_in_flight(graph: Graph) -> None:
+    """Gives collectives that another program waits for memory of their own to read, if what they read was added to in
+    place, and lets the program return that.
+
+    Inductor makes a sum in memory that it lets go behind the program's last call, and returns the sum where it was
+    before. The collective would read what others write there meanwhile.
+    """
+    for node in list(graph.nodes):
+        if "_c10d_functional" not in str(node.target) or "wait_tensor" in str(node.target):
+            continue
+        source, awaited = node.args[0], any("wait_tensor" in str(user.target) for user in node.users)
+        if not awaited and any("_." in str(each.target) for each in ancestors([source])):
+            with graph.inserting_before(node):
+                own = graph.call_function(aten.clone.default, (source,))
+            for user in (node, graph.output_node()):
+                user.replace_input_with(source, own)
 
 
 def overlaps(x: Tensor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,10 +49,11 @@ def in_pieces(graph: Graph, gm: GraphModule, compile_piece: Callable[[GraphModul
             made[piece.key] = compile_piece(program_of(piece))
     functions = [made[piece.key] for piece in pieces]
     progress.debug("%d pieces of a program, %d of them to be compiled", len(pieces), len(made))
-    last: dict[Node, int] = {node: len(pieces) for node in results if node is not None}  # the piece that reads it last
-    for at, piece in reversed(list(enumerate(pieces))):
-        for node in piece.takes:
-            last.setdefault(node, at)
+    piece_of = {node: at for at, piece in enumerate(pieces) for node in piece.calls}
+    last: dict[Node, int] = {}  # the piece that reads a value last
+    for node in graph.nodes:
+        reading = [piece_of.get(user, len(pieces)) for user in readers(node)]
+        last |= {node: max(reading)} if reading else {}
     ends: list[list[Node]] = [[] for _ in range(len(pieces) + 1)]
     for node, at in last.items():
         ends[at].append(node)
@@ -76,7 +77,7 @@ def cut(graph: Graph) -> list[Piece]:
     """Returns the pieces of a graph."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
     place = {node: at for at, node in enumerate(calls)}
-    ends = [max((place.get(user, len(calls)) for user in node.users), default=at) for at, node in enumerate(calls)]
+    ends = [max((place.get(user, len(calls)) for user in readers(node)), default=at) for at, node in enumerate(calls)]
     handed = crossing(calls, ends)
     borders = {0, len(calls)}
     for run in runs([token(node) for node in calls]):
@@ -90,6 +91,15 @@ def cut(graph: Graph) -> list[Piece]:
         last = place[span[-1]]
         read.setdefault(key, set()).update(at for at, node in enumerate(span) if ends[place[node]] > last)
     return [Piece(span, takes, sorted(read[key]), key) for span, (key, takes) in zip(spans, keys)]
+
+
+def readers(node: Node) -> Iterator[Node]:
+    """Yields what reads a value: its users, and what waits for a collective that does. Memory that a piece hands on is
+    not written anew while the collective is in flight."""
+    for user in node.users:
+        yield user
+        if "_c10d_functional" in str(user.target) and "wait_tensor" not in str(user.target):
+            yield from user.users
 
 
 def crossing(calls: Sequence[Node], ends: Sequence[int]) -> list[float]:

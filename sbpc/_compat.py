@@ -365,6 +365,11 @@ def inductor_compile(gm: torch.fx.GraphModule, examples: list[Any]) -> Any:
         return compile_fx(wrapped, examples, config_patches={"reorder_for_locality": False})
 
 
+def float8_product(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    """Returns the product of two float8 matrices, the second in the order of its columns, both times a scale."""
+    return torch._scaled_mm(a, b, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
+
+
 def storage_of(tensor: Tensor) -> int:
     """Returns a number that two live tensors have in common if they share memory."""
     return tensor.untyped_storage()._cdata

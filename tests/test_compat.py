@@ -406,6 +406,13 @@ def test_inductor_compile_gives_a_function_that_empties_its_list() -> None:
     assert torch.allclose(found, X @ X.T) and given == []
 
 
+def test_float8_product_is_that_of_the_numbers_times_both_scales() -> None:
+    a, b = (torch.randn(32, 32, generator=torch.manual_seed(0)).to(torch.float8_e4m3fn) for _ in range(2))
+    found = _compat.float8_product(a, b.t(), torch.tensor(2.0))
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.float(), 4 * (a.float() @ b.float().t()), rtol=1e-2, atol=1e-2)
+
+
 def test_storage_of_views_is_the_same() -> None:
     x = X.clone()
     assert _compat.storage_of(x) == _compat.storage_of(x.T[1:]) != _compat.storage_of(X)

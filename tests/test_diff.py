@@ -24,11 +24,11 @@ pin     {'*.up.weight': 'S(0)@tensor'}
 
 figures
                         A        B               B - A
-a step             671 µs   700 µs  +29.3 µs (+4.37 %)
-computing          671 µs   671 µs                   =
+a step             787 µs   816 µs  +29.3 µs (+3.73 %)
+computing          787 µs   787 µs                   =
 communicating         0 s  29.3 µs            +29.3 µs
 exposed               0 s  29.3 µs            +29.3 µs
-lower bound        671 µs   700 µs  +29.3 µs (+4.37 %)
+lower bound        787 µs   816 µs  +29.3 µs (+3.73 %)
 flops               106 M    106 M                   =
 sent over data        0 B      0 B                   =
 sent over tensor      0 B  73.7 kB            +73.7 kB

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,13 +34,18 @@ def x(*shape: int) -> Tensor:
 
 
 PRODUCTS: list[tuple[Any, tuple[Any, ...], Tensor, Product]] = [
-    (aten.mm.default, (x(8, 4), x(4, 6)), x(8, 6), Product(1, 8, 6, 4)),
-    (aten.addmm.default, (x(6), x(8, 4), x(4, 6)), x(8, 6), Product(1, 8, 6, 4)),
-    (aten.bmm.default, (x(3, 8, 4), x(3, 4, 6)), x(3, 8, 6), Product(3, 8, 6, 4)),
-    (aten.linear.default, (x(2, 4, 5), x(6, 5), x(6)), x(2, 4, 6), Product(1, 8, 6, 5)),
-    (aten.einsum.default, ("bsk,nk->bsn", [x(2, 4, 5), x(6, 5)]), x(2, 4, 6), Product(1, 8, 6, 5)),
-    (aten.einsum.default, ("bsk,bsn->nk", [x(2, 4, 5), x(2, 4, 6)]), x(6, 5), Product(1, 5, 6, 8)),
-    (aten.einsum.default, ("bhsd,bhtd->bhst", [x(2, 3, 4, 5), x(2, 3, 7, 5)]), x(2, 3, 4, 7), Product(6, 4, 7, 5)),
+    (aten.mm.default, (x(8, 4), x(4, 6)), x(8, 6), Product(1, 8, 6, 4, "float32")),
+    (aten.addmm.default, (x(6), x(8, 4), x(4, 6)), x(8, 6), Product(1, 8, 6, 4, "float32")),
+    (aten.bmm.default, (x(3, 8, 4), x(3, 4, 6)), x(3, 8, 6), Product(3, 8, 6, 4, "float32")),
+    (aten.linear.default, (x(2, 4, 5), x(6, 5), x(6)), x(2, 4, 6), Product(1, 8, 6, 5, "float32")),
+    (aten.einsum.default, ("bsk,nk->bsn", [x(2, 4, 5), x(6, 5)]), x(2, 4, 6), Product(1, 8, 6, 5, "float32")),
+    (aten.einsum.default, ("bsk,bsn->nk", [x(2, 4, 5), x(2, 4, 6)]), x(6, 5), Product(1, 5, 6, 8, "float32")),
+    (
+        aten.einsum.default,
+        ("bhsd,bhtd->bhst", [x(2, 3, 4, 5), x(2, 3, 7, 5)]),
+        x(2, 3, 4, 7),
+        Product(6, 4, 7, 5, "float32"),
+    ),
 ]
 
 
@@ -49,6 +55,32 @@ def test_a_product_is_known_by_its_rows_columns_and_depth(
 ) -> None:
     found = match(op, args, {}, out)
     assert found is not None and found.shape(found.sizes, {}) == shape
+
+
+def test_what_is_multiplied_takes_as_long_as_its_type_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(op: Any, args: tuple[Any, ...], out: Tensor) -> float:
+        found = match(op, args, {}, out)
+        assert found is not None
+        return float(H100.kernel_seconds(str(op), found.flops(found.sizes), 0.0, found.shape(found.sizes, {})))
+
+    def product(dtype: torch.dtype) -> float:
+        a = x(4096, 4096).to(dtype)
+        return seconds(aten.mm.default, (a, a), a)
+
+    half, single = product(torch.bfloat16), product(torch.float32)
+    assert product(torch.float16) == half and 14 < single / half < 15 and 14 < product(torch.float64) / half < 15
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert 1.9 < product(torch.float32) / half < 2.0
+    images, kernel = x(8, 64, 32, 32), x(64, 64, 3, 3)
+    convolved = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        args = images.to(dtype), kernel.to(dtype), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+        convolved[dtype] = seconds(aten.convolution.default, args, images.to(dtype))
+    assert 1 < convolved[torch.float32] / convolved[torch.bfloat16] < 2  # tf32, but for what begins
+    assert H100.device is not None
+    some = replace(H100.device, float8=None, tf32=None, float32=None, float64=None)
+    assert [some.times(kind) for kind in ("float8", "float32", "float64", "")] == [1.0, 2.0, 4.0, 1.0]
+    assert replace(some, bfloat16=None).times("float32") == 1.0  # of which nothing is known
 
 
 def test_what_is_no_product_of_two_operands_has_no_shape() -> None:

@@ -18,8 +18,10 @@ from sbpc.cli.commands import profile as command
 from sbpc.cli.main import main
 from sbpc.errors import MeshError
 from sbpc.mesh.cluster import CLUSTERS, COLLECTIVES
+from sbpc.mesh.kernels import Device, Product
 from sbpc.runtime.measure import measure_cluster as module
 from sbpc.runtime.measure.measure_cluster import Grouping, LinearCost, Message, fit, measure, profile, rates, straight
+from sbpc.runtime.measure.measure_device import PARTS, SHAPES, attention_of, attentions, cache_of, products_of
 from tests.processes import run_ranks
 
 
@@ -171,13 +173,35 @@ def test_one_device_is_measured_for_the_links_of_a_known_cluster(
         "collectives",
     ):
         assert getattr(cluster, name) == getattr(known, name), name
-    assert (
-        cluster.device is None
-        and cluster.peak != known.peak
-        and cluster.convolution != 1.0
-        and cluster.attention != 1.0
-    )
+    device = cluster.device
+    assert device is not None and device.multiprocessors == 1 and cluster.attention == 1.0 != cluster.convolution
+    assert cluster.peak != known.peak and device.float32 and device.float64 and device.tf32 is None
+    assert device.float64 > device.float32
     assert "1 ranks" in cluster.source and "links as in 'h100'" in cluster.source
+
+
+def test_a_device_is_found_again_by_what_its_kernels_take() -> None:
+    exact: dict[str, Any] = {"tile": 8, "ramp": 60.0, "diagonal": 300.0, "cache": 1e6, "cached": 3.0}
+    device = Device(4, 1.0, 0.9, 2e-8, 3e-6, 1.0, 2e-11, float(PARTS[30]), 5e-11, **exact)
+    rates, hidden = (1e11, 2e10, 1e-6), 0.25
+
+    def told(flops: float, moved: float, shape: Any, by: Device = device) -> float:
+        return float(by.seconds(flops, moved, shape, rates, hidden))
+
+    shapes = [Product(1, *(int(768 * part) for part in each)) for each in SHAPES]
+    works = [
+        (s, 2 * s.rows * s.columns * s.depth, 4 * (s.rows + s.columns) * s.depth + 4 * s.rows * s.columns)
+        for s in shapes
+    ]
+    measured = {shape: told(flops, moved, shape) for shape, flops, moved in works}
+    peak, part, found = products_of(measured, dataclasses.replace(device, tile=1, product=1.0), rates[1], 4)
+    assert part == pytest.approx(hidden) and (found.tile, found.begin, found.wave) == pytest.approx((8, 3e-6, 2e-8))
+    assert peak * found.product == pytest.approx(0.9 * rates[0])
+    calls = list(attentions(torch.device("cpu"), torch.float32))
+    seconds = attention_of([(each, told(each.flops, 0.0, each.shape)) for each in calls], rates[0])
+    assert seconds == pytest.approx({name: getattr(device, name) for name in seconds})
+    moved = {size: device.moved(size, 2e10) for size in (1e5, 1e6, 1e8, 1e12)}
+    assert cache_of(moved, 0.0) == pytest.approx((2e10, 1e6, 3.0), rel=1e-3)
 
 
 def test_a_convolution_takes_so_many_times_as_long_as_a_product_of_as_many_flops() -> None:

@@ -169,7 +169,7 @@ def test_commands_plan_and_show_stages(target: str, tmp_path: Path, capsys: pyte
     assert run("diff", file, file) == 0
     capsys.readouterr()
     for arguments, message in (
-        (("plan", target, "--mesh", "pipe=2", "--schedule", "1f1b"), "--schedule 1f1b is of use with stages alone"),
+        (("plan", target, "--mesh", "pipe=2", "--schedule", "1f1b"), "schedule='1f1b' of a step that is no loop"),
         (("plan", target, *ASKED, "--schedule", "x"), "no schedule 'x' is known"),
         (("show", file, "--svg", tmp_path / "a.svg"), "--svg draws one graph"),
         (("show", file, "--stages", "pipe"), "--stages cannot change it"),

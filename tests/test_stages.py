@@ -241,6 +241,8 @@ def test_what_cannot_be_cut_into_stages_is_refused() -> None:
         ({"memory": 1e3}, "more than the limit of 1,000"),
         ({"spread": True}, "spread= with stages="),
         ({"train": False}, "is for training"),
+        ({"stages": None, "microbatches": 1, "schedule": "1f1b"}, "schedule='1f1b' of a step that is no loop"),
+        ({"stages": None, "panels": 2, "schedule": "gpipe"}, "schedule='gpipe' of a step that is no loop"),
     ):
         given = {"mesh": Mesh(pipe=2), "stages": "pipe", "microbatches": 4} | options
         with pytest.raises(SbpcError, match=words):
@@ -250,6 +252,8 @@ def test_what_cannot_be_cut_into_stages_is_refused() -> None:
     net, images = models.batch_norm()
     with pytest.raises(PlanError, match="each micro-batch needs the whole batch's value"):
         sbpc.plan(net, images, Mesh(pipe=2), stages="pipe", microbatches=4)
+    with pytest.raises(PlanError, match=r"(?s)schedule='gpipe' of a step that is no loop over.*Leave schedule= out"):
+        sbpc.plan(net, images, Mesh(pipe=2), microbatches=4, schedule="gpipe")
 
 
 def test_an_expert_plans_every_stage_and_the_numbers_stay() -> None:

@@ -25,8 +25,8 @@ from sbpc.plans.chunk import Assignment, Chunk
 from sbpc.plans.options import Options
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.part_memory import bytes_at
-from sbpc.plans.staged.schedules import BREADTH_FIRST, INPUTS, WEIGHTS, actions_of, chunks_in
-from sbpc.plans.staged.stage_parts import AFTER
+from sbpc.plans.staged.schedules import BREADTH_FIRST, FORWARD, INPUTS, USUAL, WEIGHTS, actions_of, chunks_in
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE
 from sbpc.plans.staged.stages_bound import stages_bound
 from sbpc.rules.choices import Candidates, Choice, of_stored
 
@@ -68,7 +68,8 @@ def staged(
     taken. experts: layouts of the body that the step is to be no slower with. Raises PlanError if the model cannot be
     cut so, MemoryLimitError if no plan fits.
     """
-    axis, schedule, count = options.stages, options.schedule, options.microbatches
+    axis, schedule, count = options.stages, options.schedule or USUAL, options.microbatches
+    may_change, options = options.schedule is None, replace(options, schedule=schedule)
     assert count is not None
     stages = 1 if axis is None else mesh.sizes[mesh.axis(axis)]
     batch_of(gm, count)
@@ -108,14 +109,18 @@ def staged(
     for write in parts:
         body = write(plan)
         plan = plan if body is None else better(plan, rewritten(plan, body, schedule, made))
-    return breadth_first(plan, made) if stages == 1 and schedule == Options.schedule else plan
+    return breadth_first(plan, made) if stages == 1 and may_change else plan
 
 
 def breadth_first(plan: Plan, made: Made) -> Plan:
     """Returns a loop in which all micro-batches go through one chunk of the model before the next if that is faster
-    and fits: gradients of a chunk then go home beside the backward of those before it. Else the loop as it is."""
+    and fits: gradients of a chunk then go home beside the backward of those before it, and what is gathered for a chunk
+    comes beside the forward of those before it. Else the loop as it is."""
     (cost,), body = plan.chunk_costs, plan.body
-    send = cost.program((INPUTS, WEIGHTS, AFTER)).seconds - cost.program((INPUTS, WEIGHTS)).seconds
+    send = sum(
+        cost.program(which).seconds - cost.program(tuple(part for part in which if part not in (BEFORE, AFTER))).seconds
+        for which in ((BEFORE, FORWARD), (INPUTS, WEIGHTS, AFTER))
+    )
     if not plan.overlaps or plan.mesh.cluster.name == "ideal" or send < GAIN * plan.cost.seconds:
         return plan
     assert body is not None

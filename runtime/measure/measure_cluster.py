@@ -96,15 +96,14 @@ def profile(
             f"{world} ranks, messages of {list(sent)} bytes, {repeats} repeats\n  Profile 2 ranks and 2 sizes at least."
         )
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    tell("matrix products and memory")
     side = size or (8192 if where.type == "cuda" else 768)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
-    figures = device_figures(where, side, dtype, repeats)
+    figures = device_figures(where, side, dtype, repeats, tell)
     told = f"sbpc profile: torch {torch.__version__}, {dist.get_backend()}, {world} ranks, {per_node} on a node, "
     told += f"{str(dtype).removeprefix('torch.')}, medians of {repeats}"
     if links is not None:
         source = f"{told}; links as in {links.name!r}: {links.source}"
-        return replace(links, name=name, **figures, memory=memory_of(where, per_node), source=source, device=None)
+        return replace(links, name=name, **figures, memory=memory_of(where, per_node), source=source)
     costs = measure(where, repeats, sent, tell)
     tell("kernels beside a collective")
     kernels_beside, links_beside = beside(where, repeats, costs)
@@ -181,7 +180,7 @@ def beside(where: torch.device, repeats: int, costs: Costs) -> tuple[float, floa
     grouping = of_all_ranks(costs)
     message = Message("all_reduce", grouping, int(min(MOST, 2 * LONG * costs["all_reduce", grouping].rate)))
     work, send = torch.randn(512, 512, device=where), message.start(where)
-    run, _ = layers(where, torch.bfloat16 if where.type == "cuda" else torch.float32)
+    run = layers(where, torch.bfloat16 if where.type == "cuda" else torch.float32)
     found = []
     for _ in range(repeats):
         kernel = statistics.mean(from_all_ranks(timed(run, where, 1, 1)))

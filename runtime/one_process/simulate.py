@@ -16,7 +16,7 @@ from sbpc.graph.ports import BUFFER, INPUT, INPUT_GRADIENT, MUTATION, PARAMETER,
 from sbpc.graph.random_bits import wrap
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
-from sbpc.plans.staged.schedules import LATE, Action, in_turn, without_late
+from sbpc.plans.staged.schedules import Action, in_turn, piece_of
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.runtime import bind
 from sbpc.runtime.one_process.lockstep import lockstep, storages
@@ -176,14 +176,14 @@ class LoopSimulation:
         orders = [iter(order) for order in self.plan.orders]
         for stage, action in in_turn(self.plan.actions, self.plan.needs):
             for which, each in orders[stage]:
-                if LATE in which:
-                    self.late(which, each.chunk)
+                if piece_of(which)[1]:
+                    self.piece(which, each.chunk)
                 if each == action:
                     break
             self.act(action)
         for which, each in itertools.chain(*orders):
-            if LATE in which:
-                self.late(which, each.chunk)
+            if piece_of(which)[1]:
+                self.piece(which, each.chunk)
         self.once(AFTER)
         gradients: dict[Port, Tensor] = {}
         for at in range(len(self.runs)):
@@ -239,13 +239,13 @@ class LoopSimulation:
             if name in results[0]:
                 self.leave(at, port, batch, [each[name] for each in results])
 
-    def late(self, which: Parts, at: int) -> None:
-        """Runs a piece of what comes late of the program of some parts of a chunk."""
-        runs, (parts, piece), programs = self.runs[at], without_late(which), self.plan.programs[at]
-        late = [run.late[parts] for run in runs]
-        graphs = [programs.pieces_at(parts, adding, rank)[piece] for rank, (adding, _) in enumerate(late)]
-        for run, out in zip(runs, self.lockstep(at, graphs, [values for _, values in late])):
-            run.take_late(parts, piece, out)
+    def piece(self, which: Parts, at: int) -> None:
+        """Runs what comes early, or a piece of what comes late, of the program of some parts of a chunk."""
+        runs, (parts, piece), programs = self.runs[at], piece_of(which), self.plan.programs[at]
+        graphs = [programs.pieces_at(parts, run.adds(which), rank)[piece] for rank, run in enumerate(runs)]
+        given = [run.given(which, 0) for run in runs]
+        for run, out in zip(runs, self.lockstep(at, graphs, given)):
+            run.take_piece(which, out)
 
     def lockstep(self, at: int, graphs: Sequence[Any], given: list[list[Any]]) -> list[Any]:
         """Runs a program of a chunk on all ranks, and counts what it sends and what is alive."""
@@ -281,7 +281,7 @@ class LoopSimulation:
             held: dict[int, int] = {}
             for chunk in mine:
                 run = self.runs[chunk][rank]
-                late = {str(which): values for which, (_, values) in run.late.items()}
-                for values in (run.fixed, *run.batches.values(), run.added, run.homes, late):
+                parted = {str(which): values for which, (_, values) in run.parted.items()}
+                for values in (run.fixed, *run.batches.values(), run.added, run.homes, parted):
                     held |= {storage.data_ptr(): storage.nbytes() for storage in storages(list(values.values()))}
             self.peak = max(self.peak, peak + sum(size for place, size in held.items() if place not in inside))

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, PARAMETER, SEED, TANGENT, Port
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.plans.plan import Plan
-from sbpc.plans.staged.schedules import LATE, Action, without_late
+from sbpc.plans.staged.schedules import Action, piece_of
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.runtime.accumulate import Sums
 from sbpc.runtime.device_kernels import placed
@@ -68,9 +68,9 @@ class LoopRunner(Runner):
         return super().shard_of(port, given.full_tensor() if isinstance(given, DTensor) else given, train)
 
     def chunk_function(self, at: int, which: Parts, adding: bool) -> BoxedFunction:
-        """Returns the compiled program of some parts of a chunk up to what comes late, or a piece of that."""
+        """Returns the compiled program of some parts of a chunk, or of a piece of it."""
         if (at, which, adding) not in self.functions:
-            parts, piece = without_late(which)
+            parts, piece = piece_of(which)
             program = self.plan.programs[at].pieces_at(parts, adding, self.place)[piece]
             self.functions[at, which, adding] = self.executor(placed(program, self.where))
         return self.functions[at, which, adding]
@@ -117,8 +117,8 @@ class Step:
         for which, action in self.plan.orders[self.runner.stage]:
             if action.kind == BEFORE:
                 self.part(action.chunk, which, 0)
-            elif LATE in which and not self.sums.collects:
-                self.late(action.chunk, which)
+            elif (piece := piece_of(which)[1]) < 0 or (piece and not self.sums.collects):
+                self.piece(action.chunk, which)
             if action not in self.runner.places:
                 continue
             place = self.runner.places[action]
@@ -196,11 +196,10 @@ class Step:
             if name in named:
                 self.leave(at, port, batch, named[name])
 
-    def late(self, at: int, which: Parts) -> None:
-        """Runs a piece of what comes late of the program of some parts of a chunk."""
-        run, (parts, piece) = self.runs[at], without_late(which)
-        adding, values = run.late[parts]
-        run.take_late(parts, piece, self.runner.chunk_function(at, which, adding)(values.copy()))
+    def piece(self, at: int, which: Parts) -> None:
+        """Runs what comes early, or a piece of what comes late, of the program of some parts of a chunk."""
+        run = self.runs[at]
+        run.take_piece(which, self.runner.chunk_function(at, which, run.adds(which))(run.given(which, 0)))
 
     def leave(self, at: int, port: Port, batch: int, value: Tensor) -> None:
         """Hands on an output of a chunk: to other stages, to this one, or to the results."""

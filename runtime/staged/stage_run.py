@@ -14,7 +14,7 @@ from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, Port
 from sbpc.plans.chunk import Chunk
 from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.loop import Loop
-from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
+from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS, piece_of
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 
 Values = dict[str, Any]
@@ -26,8 +26,9 @@ class StageRun:
     """One chunk on one rank during a step.
 
     fixed: values that are the same for all micro-batches. positions: the rank's place on each axis. batches: the
-    values of each micro-batch in flight. added: the gradients so far. homes: gradients in their home. late: of
-    a program of which something comes late, by its parts, whether it adds to sums, and what its next piece reads.
+    values of each micro-batch in flight. added: the gradients so far. homes: gradients in their home. parted: of
+    a program of which something comes early or late, by its parts, whether it adds to sums, and what its next piece
+    reads.
     """
 
     def __init__(self, chunk: Chunk, programs: ChunkPrograms, fixed: Values, positions: Sequence[Tensor]) -> None:
@@ -35,17 +36,26 @@ class StageRun:
         self.batches: dict[int, Values] = {}
         self.added: Values = {}
         self.homes: Values = {}
-        self.late: dict[Parts, tuple[bool, list[Any]]] = {}
+        self.parted: dict[Parts, tuple[bool, list[Any]]] = {}
 
     def adds(self, which: Parts) -> bool:
-        """Returns whether earlier micro-batches have left sums of the gradients that some parts make."""
+        """Returns whether earlier micro-batches have left sums of the gradients that some parts make, or a piece of
+        them."""
+        parts, piece = piece_of(which)
+        if piece > 0:
+            return self.parted[parts][0]
         return not self.added.keys().isdisjoint(self.programs.makes(which))
 
     def given(self, which: Parts, batch: int) -> list[Any]:
-        """Returns the inputs of the program of some parts."""
-        values, program = self.batches.get(batch, {}), self.programs.program(which, self.adds(which))
-        found = [values[name] if name in values else self.fixed[name] for name in program.reads]
-        return [*found, *(self.added[name] for name in program.sums), *self.positions]
+        """Returns the inputs of the program of some parts, or of a piece of it."""
+        parts, piece = piece_of(which)
+        if piece > 0:
+            return self.parted[parts][1].copy()
+        values, program = self.batches.get(batch, {}), self.programs.program(parts, self.adds(parts))
+        reads = program.early if piece else program.reads
+        found = [values[name] if name in values else self.fixed[name] for name in reads]
+        _, early = self.parted.pop(parts, (False, ()))
+        return [*early, *found, *(self.added[name] for name in program.sums), *self.positions]
 
     def take(self, which: Parts, batch: int, results: Sequence[Any]) -> Values:
         """Keeps what the program of some parts gave, as long as others read it, and gradients as sums. Returns it by
@@ -56,7 +66,7 @@ class StageRun:
         now = [name for name in program.gives if name not in late]
         named = dict(zip(now, results))
         if program.late:
-            self.late[which] = adding, list(results[len(now) :])
+            self.parted[which] = adding, list(results[len(now) :])
         home = set(self.programs.home.values()) - set(self.programs.accumulated.values())
         self.homes |= {name: value for name, value in named.items() if name in home}
         self.fixed |= {name: value for name, value in named.items() if name in self.programs.before}
@@ -70,12 +80,12 @@ class StageRun:
             self.add({name: named[name] for name in fresh})
         return named
 
-    def take_late(self, which: Parts, piece: int, results: Sequence[Any]) -> None:
-        """Keeps the gradients that a piece of what comes late of some parts gave, and what the next one reads."""
-        adding, _ = self.late[which]
-        names = self.programs.program(which, adding).late[piece - 1]
+    def take_piece(self, which: Parts, results: Sequence[Any]) -> None:
+        """Keeps the gradients that a piece of the program of some parts gave, and what the next one reads."""
+        (parts, piece), adding = piece_of(which), self.adds(which)
+        names = self.programs.program(parts, adding).late[piece - 1] if piece > 0 else ()
         self.homes |= dict(zip(names, results))
-        self.late[which] = adding, list(results[len(names) :])
+        self.parted[parts] = adding, list(results[len(names) :])
 
     def add(self, gradients: Values) -> None:
         """Takes a micro-batch's gradients as the first ones of sums, each in memory of its own."""

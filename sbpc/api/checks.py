@@ -69,7 +69,7 @@ def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
         reduce=(known.reduce, "a text"),
         objective=(known.objective, "a text"),
         spread=(known.spread, "True or False"),
-        schedule=(known.schedule, "a text"),
+        schedule=(known.schedule, "a text", "None"),
         stages=(known.stages, "a text", "None"),
     )
     layouts = [(f"pin {name!r}", layout) for name, layout in (known.pin or {}).items()]
@@ -94,11 +94,22 @@ def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
             raise SbpcError(f"no {name} {getattr(known, name)!r} is known\n  Known are {', '.join(map(repr, among))}.")
     if known.memory is not None and (not is_number(known.memory, (int, float)) or not known.memory > 0):
         raise SbpcError(f"memory is {shown(known.memory)}\n  It is the bytes that a rank has, a positive number.")
-    chunks_in(known.schedule)
     options = Options(**asked)
+    if options.schedule is not None:
+        chunks_in(options.schedule)
+        if options.stages is None and not (train and may_loop(options)):
+            what = f"schedule={options.schedule!r} of a step that is no loop"
+            loop = "microbatches= above 1 without inputs=, outputs=, spread=, panels= and objective='bytes'"
+            raise SbpcError(f"{what}\n  Give stages=, or {loop}, or leave it out.")
     if mesh is not None and options.stages is not None:
         check_staged(mesh, train, options)
     return options
+
+
+def may_loop(asked: Options) -> bool:
+    """Returns whether micro-batches are asked for, and nothing that a loop over them does not have."""
+    others = asked.inputs is not None or asked.outputs is not None or asked.spread or (asked.panels or 1) > 1
+    return (asked.microbatches or 1) > 1 and not others and asked.objective != BYTES
 
 
 def check_staged(mesh: Mesh, train: bool, options: Options) -> None:

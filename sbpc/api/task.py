@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from sbpc._compat import left_out_of
-from sbpc.api.checks import check_parts, values_pinned
+from sbpc.api.checks import check_parts, may_loop, values_pinned
 from sbpc.api.recompute import forms_of, least_recompute
 from sbpc.api.staging import few_calls, may_gain, plan_stages
 from sbpc.errors import LayoutError, LoopError, MemoryLimitError, PinError, PlanError, SbpcError, check_kinds
@@ -30,7 +30,7 @@ from sbpc.passes.loop.slices import usual_slices
 from sbpc.passes.panels.choice import all_in_panels, faster_in_panels, fitting_in_panels
 from sbpc.passes.pipeline import Stages, finish, front, make_plan
 from sbpc.plans.chunk import Assignment
-from sbpc.plans.options import AUTO, BYTES, Options
+from sbpc.plans.options import AUTO, Options
 from sbpc.plans.plan import Plan
 from sbpc.plans.symbolic_sizes import name_dims
 
@@ -73,6 +73,9 @@ class Task:
             except LoopError as error:
                 if options.stages is not None:
                     raise
+                if options.schedule is not None:
+                    what = f"schedule={options.schedule!r} of a step that is no loop over micro-batches: {error}"
+                    raise PlanError(f"{what}\n  Leave schedule= out.") from error
                 log.info("micro-batches are written out one by one, as the step is no loop over them: %s", error)
         return self.plan(mesh, options)
 
@@ -172,12 +175,6 @@ class Task:
     def again(self) -> Task:
         """Returns the same step with a graph and clocks of its own, for a further plan beside the others."""
         return Task(rebuild(self.gm), Stages(times=dict(self.stages.times)), self.about)
-
-
-def may_loop(asked: Options) -> bool:
-    """Returns whether micro-batches are asked for, and nothing that a loop over them does not have."""
-    others = asked.inputs is not None or asked.outputs is not None or asked.spread or (asked.panels or 1) > 1
-    return (asked.microbatches or 1) > 1 and not others and asked.objective != BYTES
 
 
 def conflicting_pins(gm: GraphModule, mesh: Mesh, options: Options) -> SbpcError:

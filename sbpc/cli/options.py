@@ -16,8 +16,8 @@ from sbpc.cli.target import DTYPES, Target, import_file, load_target, split_targ
 from sbpc.errors import MeshError, PinError, PlanError, SbpcError
 from sbpc.mesh.cluster import CLUSTERS, Cluster
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.options import OBJECTIVES, OPTIMIZER_STATE, RECOMPUTE, REDUCTIONS, Options
-from sbpc.plans.staged.schedules import INTERLEAVED, SCHEDULES
+from sbpc.plans.options import OBJECTIVES, OPTIMIZER_STATE, RECOMPUTE, REDUCTIONS
+from sbpc.plans.staged.schedules import INTERLEAVED, SCHEDULES, USUAL
 from sbpc.rules.proof.rule_files import load_rules
 
 UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -135,7 +135,8 @@ ON_A_MESH: dict[str, dict[str, Any]] = {  # keywords of `sbpc.plan` for one mesh
     "stages": {"metavar": "AXIS", "help": "cut the model into stages of a pipeline along this axis of the mesh"},
     "schedule": {
         "metavar": "NAME",
-        "help": f"the order in which stages work, {', '.join(SCHEDULES)} (default: {Options.schedule}); "
+        "help": f"the order in which stages, or a loop, work: {', '.join(SCHEDULES)} (default: {USUAL}, of a loop "
+        "without stages also breadth-first, where that is faster); "
         f"{INTERLEAVED}:3: 3 chunks on each",
     },
 }
@@ -207,10 +208,6 @@ def without_planning(options: argparse.Namespace, file: str, *unused: str) -> No
 def plan_of(options: argparse.Namespace, target: str) -> tuple[Any, Target]:
     """Returns the plan that the options ask for, and the target, which is built only if the options are right."""
     split_target(target)
-    if options.schedule and not options.stages:
-        raise SbpcError(
-            f"--schedule {options.schedule} is of use with stages alone\n  Add --stages AXIS, or remove it."
-        )
     mesh = mesh_of(options)
     asked = {name: getattr(options, name) for name in ("optimizer", "memory", *ON_A_MESH)} | {"pin": pins_of(options)}
     if options.dump:

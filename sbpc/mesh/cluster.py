@@ -11,7 +11,7 @@ from typing import Any
 
 from sbpc.errors import MeshError, check_kinds, is_name, is_number, read_json, shown
 from sbpc.mesh.collectives import ALGORITHMS, CARRIERS, PLACES, Way
-from sbpc.mesh.kernels import Attention, Device, Product, kernel_seconds, largest
+from sbpc.mesh.kernels import Device, Shape, kernel_seconds, largest
 
 LINKS = ("intra", "inter")
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
@@ -27,10 +27,13 @@ RANGES = {  # of every figure its unit, the least and the most: wide, but no cos
         "launch intra_latency inter_latency latency least start base intra inter": ("seconds", 0.0, 1e6),
         "wave begin ahead_pair back_pair": ("seconds", 0.0, 1.0),
         "efficiency traffic": ("", 1e-12, 1e12),
-        "multiprocessors": ("", 1, 1e6),
+        "multiprocessors tile": ("", 1, 1e6),
+        "ramp diagonal": ("keys", 0.0, 1e6),
+        "cache": ("bytes", 0.0, 1e30),
+        "float8 bfloat16 tf32 float32 float64": ("times", 1e-3, 1e3),
         "moving product ahead back": ("", 1e-6, 1.0),
         "hidden": ("", 0.0, 1.0),
-        "sharing kernels_beside links_beside": ("times", 1.0, 1e6),
+        "sharing kernels_beside links_beside cached": ("times", 1.0, 1e6),
         "attention convolution": ("times", 1e-6, 1e6),
     }.items()
     for name in names.split()
@@ -73,16 +76,16 @@ class Cluster:
     that beside kernels: more than 1 where a processor does both. attention, convolution: how many times as long such
     a kernel takes as a product of as many flops. start: seconds of computing that it costs a rank to start a
     collective that then runs beside kernels. device: what kernels reach by the shape of their work, where that is
-    known (`sbpc.mesh.kernels`); where it is, peak and memory_bandwidth are the data sheet's, and `hidden` is 1.
+    known (`sbpc.mesh.kernels`), and by the type of what is multiplied; without, all types take as long.
 
     Named clusters (see `Mesh`; `sbpc clusters` lists them) have published figures, for bfloat16 on GPUs, and run
     collectives as NCCL does. Those of NVIDIA's GPUs have a device by published tables of products and of attention,
     and there a collective takes multiprocessors from the kernels beside it (`python -m tests.bench.published` tells
     how far predictions are off). Of the others, data sheets order plans, but no device reaches them. `sbpc profile -o
-    cluster.json`, alone or under torchrun, measures yours: of each collective the latency of a round, the rate, and
-    what a small message takes at least. With `--links h100` it measures devices alone, one is enough, and takes the
-    links as published. `Cluster.load("cluster.json")` reads that file,
-    and so does `--cluster cluster.json`.
+    cluster.json`, alone or under torchrun, measures yours: products by shape and type, attention by width and length,
+    memory by size; of each collective the latency of a round, the rate, and what a small message takes at least. With
+    `--links h100` it measures devices alone, one is enough, and takes the links as published.
+    `Cluster.load("cluster.json")` reads that file, and so does `--cluster cluster.json`.
 
     >>> cluster = Cluster("two nodes", 100e12, 1e12, 4e-6, 8, 3e-6, 100e9, 14e-6, 25e9)
     >>> cluster.ranks_per_node, cluster.inter_bandwidth
@@ -147,17 +150,17 @@ class Cluster:
     def fastest(self) -> float:
         """The most flop/s of any kernel, by which nothing is told to take longer than it may."""
         device = self.device
-        return self.peak * (1.0 if device is None else max(device.product, device.ahead, device.back))
+        return self.peak * (1.0 if device is None else device.fastest)
 
     def kernel_seconds(
-        self, op: str, flops: Any, bytes_moved: Any, shape: Product | Attention | None = None, rates: Sequence[Any] = ()
+        self, op: str, flops: Any, bytes_moved: Any, shape: Shape | None = None, rates: Sequence[Any] = ()
     ) -> Any:
         """Returns the seconds of a call of an op; arguments as those of the function `kernel_seconds`. shape: that of
         its work, where the time depends on it. rates: peak, memory bandwidth and launch, by default the cluster's."""
         work = flops * next((getattr(self, name) for name in SLOWER if name in op), 1.0)
         peak, bandwidth, launch = rates or (self.peak, self.memory_bandwidth, self.launch)
         if self.device is not None:
-            return self.device.seconds(work, bytes_moved, shape, (peak, bandwidth, launch))
+            return self.device.seconds(work, bytes_moved, shape, (peak, bandwidth, launch), self.hidden)
         return kernel_seconds(work, bytes_moved, peak, bandwidth, launch, self.hidden)
 
     def rate(self, collective: str, ranks: int, link: str) -> Rate:
@@ -182,6 +185,8 @@ class Cluster:
             values[part] = [
                 {name: value for name, value in row.items() if value not in (None, math.inf)} for row in rows
             ]
+        if self.device is not None:
+            values["device"] = {name: value for name, value in asdict(self.device).items() if value is not None}
         return values
 
     @classmethod

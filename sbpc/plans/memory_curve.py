@@ -16,7 +16,7 @@ from sbpc.plans.memory import POSITION, Life, Moment, phase_of
 from sbpc.plans.planned import PlannedStep
 from sbpc.plans.staged.chunk_programs import ChunkPrograms, Program
 from sbpc.plans.staged.part_memory import ADDED, GATHERED, HANDED, HOME, LEFT, SAVED, bytes_at, scope
-from sbpc.plans.staged.schedules import LATE, STEP
+from sbpc.plans.staged.schedules import EARLY, LATE, STEP
 from sbpc.plans.staged.stage_memory import moments
 from sbpc.plans.staged.stage_parts import PARTS, Parts
 
@@ -105,7 +105,7 @@ def memory_curve(plan: PlannedStep, stage: int) -> MemoryCurve:
     for (which, at, first, flying, once), (_, action) in zip(moments(plan, stage), plan.orders[stage]):
         held = Counter[tuple[str, str]]()
         for (chunk, kind), times in [*flying.items(), *((each, 1) for each in once)]:
-            name = kind if isinstance(kind, str) else LATE
+            name = kind if isinstance(kind, str) else GATHERED if EARLY in kind[0] else LATE
             about = GROUP_OF.get(name, GRADIENTS), f"{name} of chunk {chunk}" if len(parts) > 1 else name
             held[about] += times * parts[chunk].held(kind)
         found.append(("" if action.kind == STEP else f"{action} ", held, known(at, which, first)))

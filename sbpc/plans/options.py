@@ -110,13 +110,14 @@ class Options:
         "are its pieces, and layouts are those on the other axes. None is no pipeline. With stages, microbatches is "
         "by default the largest divisor of the batch up to four for each stage.",
     )
-    schedule: str = option(
-        "1f1b",
-        'the order in which stages work: "gpipe", "1f1b", "interleaved" (two chunks of the model on each stage, or so '
-        'many as "interleaved:3" says), "zbv" (two, there and back, and the backward in two parts) or "breadth-first" '
-        "(two, or as many as is said; all micro-batches go through one chunk before the next, so that its gradients "
-        "are on their way home for longer). A loop without stages goes breadth-first where the simulated step is "
-        "shorter by 2 % so, and fits.",
+    schedule: str | None = option(
+        None,
+        'the order in which the stages of a pipeline, or one stage in a loop, work: "gpipe", "1f1b", "interleaved" '
+        '(two chunks of the model on each stage, or so many as "interleaved:3" says), "zbv" (two, there and back, and '
+        'the backward in two parts) or "breadth-first" (two, or as many as is said; all micro-batches go through one '
+        "chunk before the next, so that its gradients are on their way home for longer, and what later chunks gather "
+        'comes beside earlier ones). It is taken as it is. None is "1f1b", for a loop without stages "breadth-first" '
+        "where the simulated step is shorter by 2 % so, and fits.",
     )
     recompute: str = option(
         NONE,

@@ -27,7 +27,7 @@ from sbpc.plans.staged.loop_checks import wrong_crossings
 from sbpc.plans.staged.loop_formula import name_parts, terms, with_dims
 from sbpc.plans.staged.part_memory import bytes_at
 from sbpc.plans.staged.pipeline_cost import Pipeline
-from sbpc.plans.staged.schedules import STEP, Arrival
+from sbpc.plans.staged.schedules import STEP, USUAL, Arrival
 from sbpc.plans.staged.stage_parts import PARTS
 from sbpc.plans.staged.staged_timeline import stage_events, stage_lanes
 from sbpc.plans.timeline import Event
@@ -59,7 +59,7 @@ class PlannedStep(Pipeline):
     @property
     def schedule(self) -> str:  # type: ignore[override]
         """The order in which stages work, see `sbpc.plan`."""
-        return STEP if self.loop is None else self.options.schedule
+        return STEP if self.loop is None else self.options.schedule or USUAL
 
     @property
     def count(self) -> int:  # type: ignore[override]
@@ -275,8 +275,9 @@ class PlannedStep(Pipeline):
 
     @functools.cached_property
     def programs(self) -> Sequence[ChunkPrograms]:
-        """The programs of each chunk."""
-        several = len(self.chunks) > self.stages
+        """The programs of each chunk. Nothing comes early or late of them where stages share cores, as nobody predicts
+        how long that takes beside others."""
+        several = len(self.chunks) > self.stages and self.alone == 1.0
         return OnUse(
             len(self.chunks),
             lambda at: ChunkPrograms(self.chunks[at], self.in_loop, self.overlaps, self.budget, several),

@@ -15,7 +15,7 @@ from torch.fx.node import map_aggregate
 
 from sbpc._compat import OpOverload
 from sbpc.graph.operands import named_arguments, with_arguments
-from sbpc.mesh.kernels import Attention, Product
+from sbpc.mesh.kernels import WIDTHS, Attention, Convolution, Product, Shape
 from sbpc.mesh.states import Ints, Names, State
 from sbpc.rules.binding import Bound, Signature, base
 from sbpc.rules.grammar import Rule
@@ -154,19 +154,38 @@ class Match:
         found = math.prod((local[factor] for factor in chosen), start=int(top))
         return found / int(bottom) if bottom else found
 
-    def shape(self, local: Arguments, cut: Arguments) -> Product | Attention | None:
+    def shape(self, local: Arguments, cut: Arguments) -> Shape | None:
         """The shape of the op's work at these factor sizes; None where its time depends on flops and bytes alone.
         cut: factor -> whether it is split, by label or not."""
         if self.causal is not None:
             b, g, r, s, t = (local[name] for name in "bgrst")
             whole = (1 - cut.get("s", False)) * (1 - cut.get("t", False))
-            return Attention(b * g * r * s * t, t, self.causal * whole, "backward" in str(self.op))
+            return Attention(b * g * r * s * t, t, self.causal * whole, "backward" in str(self.op), self.kind)
+        if "convolution" in str(self.op):
+            return Convolution(self.kind)
         if self.product is None:
             return None
         batch, rows, columns, depth, groups = (
             math.prod((local[name] for name in names), start=1.0) for names in self.product
         )
-        return Product(batch * groups, rows / groups, columns, depth)
+        return Product(batch * groups, rows / groups, columns, depth, self.kind)
+
+    @property
+    def kind(self) -> str:
+        """The type of the numbers that the op multiplies, see `Product`, as torch is told to multiply them now;
+        convolutions have a setting of their own."""
+        if self.number != "float32":
+            return self.number
+        alone = "convolution" in str(self.op)
+        short = torch.backends.cudnn.allow_tf32 if alone else torch.get_float32_matmul_precision() != "highest"
+        return "tf32" if short else "float32"
+
+    @cached_property
+    def number(self) -> str:
+        """The type of its first operand, of WIDTHS; nothing where that is none of them."""
+        dtype = next((str(each.dtype) for each in self.bound.inputs if each.dtype and each.dtype.is_floating_point), "")
+        name = dtype.removeprefix("torch.").partition("_")[0]  # as float8_e4m3fn
+        return "bfloat16" if name == "float16" else name if name in WIDTHS else ""
 
     @cached_property
     def causal(self) -> bool | None:

@@ -152,7 +152,7 @@ def main() -> None:
         figures = device_figures(torch.device("cuda", 0), 8192, HALF, 5)
         print(
             f"{torch.cuda.get_device_name()}, torch {torch.__version__}: "
-            + ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+            + ", ".join(f"{name} {value if name == 'device' else f'{value:.4g}'}" for name, value in figures.items())
         )
         cluster = replace(named_cluster("h100"), name="measured", **figures)
         for name in options.cases:

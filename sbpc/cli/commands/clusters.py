@@ -10,6 +10,7 @@ from sbpc.cli.options import cluster_at
 from sbpc.cli.output import print_json, table_of
 from sbpc.inspect.tables import quantity
 from sbpc.mesh.cluster import CLUSTERS, Cluster
+from sbpc.mesh.kernels import WIDTHS
 
 NAME = "clusters"
 HELP = "list the clusters that --cluster knows, with what their figures are from"
@@ -34,6 +35,7 @@ def run(options: argparse.Namespace) -> int:
     console.print(table)
     for each in found:
         console.print(f"\n{each.name}", highlight=False)
+        console.print(f"  {types_of(each)}", highlight=False, soft_wrap=True)
         for source in each.source.split(" | "):
             console.print(f"  {source}", highlight=False, markup=False, soft_wrap=True)
     return 0
@@ -44,6 +46,14 @@ def figures_of(cluster: Cluster) -> list[str]:
     rates = [quantity(number, "B/s") for number in (cluster.intra_bandwidth, cluster.inter_bandwidth)]
     device = quantity(cluster.peak, "flop/s"), quantity(cluster.memory, "B"), quantity(cluster.memory_bandwidth, "B/s")
     return [*device, f"{cluster.ranks_per_node:,}", *rates]
+
+
+def types_of(cluster: Cluster) -> str:
+    """Returns in words how long numbers of each type take to multiply."""
+    if cluster.device is None:
+        return "products of all types of numbers take as long, and kernels by flops and bytes alone"
+    known = [f"{kind} x {cluster.device.times(kind):.3g}" for kind in WIDTHS]
+    return f"kernels by the shape of their work; products take, for as many flops at the peak, {', '.join(known)}"
 
 
 def how_they_run(cluster: Cluster) -> str:

@@ -8,6 +8,7 @@ import os
 import torch
 from rich.console import Console
 
+from sbpc.cli.commands.clusters import types_of
 from sbpc.cli.options import add_file, cluster_at, positive
 from sbpc.cli.output import check_file, print_json, table_of, write
 from sbpc.errors import SbpcError
@@ -95,8 +96,8 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
         f"inter     {1e6 * cluster.inter_latency:.3g} us a round, {quantity(cluster.inter_bandwidth, 'B/s')} a node",
     ]
     lines += [
-        f"kernels   attention takes {cluster.attention:.3g} x as long as a product of as many flops, a convolution "
-        f"{cluster.convolution:.3g} x; to start a collective costs a rank {1e6 * cluster.start:.3g} us",
+        f"kernels   {types_of(cluster)}; a convolution takes {cluster.convolution:.3g} x as long as a product of as "
+        f"many flops; to start a collective costs a rank {1e6 * cluster.start:.3g} us",
         f"together  a rank computes {cluster.sharing:.3g} x as fast while no other one does; beside a collective "
         "kernels take "
         f"{cluster.kernels_beside:.3g} x as long, and it takes {cluster.links_beside:.3g} x as long beside kernels",

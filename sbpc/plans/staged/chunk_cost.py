@@ -17,9 +17,9 @@ from sbpc.graph.operands import value_of
 from sbpc.graph.ports import BUFFER, GRADIENT, PARAMETER, SEED, Port, placeholders
 from sbpc.plans.chunk import Chunk
 from sbpc.plans.measure import comm_totals, compute_totals, kernels_and_transfers, layout_at, sum_kernel
-from sbpc.plans.staged.chunk_programs import ChunkPrograms, late_in
+from sbpc.plans.staged.chunk_programs import ChunkPrograms, pieces_in
 from sbpc.plans.staged.part_memory import ADDED, GATHERED, HOME, LEFT, SAVED, Kind, bytes_at, in_flight, kept_by, rise
-from sbpc.plans.staged.schedules import FORWARD, LATE, WEIGHTS
+from sbpc.plans.staged.schedules import FORWARD, WEIGHTS, piece_of
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
 from sbpc.plans.timeline import COMPUTE, Left, Work, bucket_of, busy_seconds, makespan, played, timeline, works
 
@@ -75,8 +75,8 @@ class ChunkCost:
     comes late of some parts, whose gradients may be the first ones; a program that brings the first gradients
     home keeps no sums but those that are LEFT. program: by parts of a step, what the program costs that runs these.
     run: by parts, by what their messages are called, and by what is on its way before, the seconds that this takes
-    and what is on its way then; as often as LATE is among the parts, so many pieces of what comes late are done. late:
-    by parts and piece of what comes late the messages that this waits for.
+    and what is on its way then; of a piece of them where they name one, see `piece_of`. late: by parts and piece of
+    what comes late the messages that this waits for. early: by parts whether something of their program comes early.
     """
 
     homes: dict[str, int]
@@ -88,6 +88,11 @@ class ChunkCost:
     adds: Callable[[], float]
     run: Callable[[Parts, Hashable, Left], tuple[float, Left]]
     late: Callable[[Parts], Sequence[frozenset[str]]]
+    early: Callable[[Parts], bool]
+
+    def parted(self, which: Parts) -> bool:
+        """Returns whether a program runs in pieces."""
+        return self.early(which) or bool(self.late(which))
 
     @classmethod
     def of(cls, programs: ChunkPrograms) -> ChunkCost:
@@ -123,20 +128,20 @@ class ChunkCost:
         @functools.cache
         def work_of(which: Parts, piece: int) -> dict[Node, Work]:
             gm = programs.program(which).gm
-            late = late_in(gm)
-            return {node: work for node, work in works(gm, chunk.mesh).items() if late.get(node, 0) == piece}
+            piece_at = pieces_in(gm)
+            return {node: work for node, work in works(gm, chunk.mesh).items() if piece_at.get(node, 0) == piece}
 
         @functools.cache
         def run(which: Parts, owner: Hashable, before: Left) -> tuple[float, Left]:
-            work = work_of(programs.of(which), which.count(LATE)) if which else {}
+            work = work_of(programs.of(which), piece_of(which)[1]) if which else {}
             return played(work, chunk.mesh, owner, before)[1:]
 
         def waits(which: Parts) -> list[frozenset[str]]:
-            late, found = late_in(programs.program(which).gm), dict[int, set[str]]()
-            for node, piece in late.items():
-                messages = found.setdefault(piece, set())
-                messages |= {bucket_of(node.all_input_nodes[0])} if "awaits" in node.meta else set()
-            return [frozenset(messages) for messages in found.values()]
+            found = [set[str]() for _ in programs.program(which).late]
+            for node, piece in pieces_in(programs.program(which).gm).items():
+                if "awaits" in node.meta:  # which nothing does that comes early
+                    found[piece - 1].add(bucket_of(node.all_input_nodes[0]))
+            return list(map(frozenset, found))
 
         def adds() -> float:
             return compute_totals(Counter(map(sum_kernel, programs.summed)), chunk.mesh)[0]
@@ -151,6 +156,7 @@ class ChunkCost:
             functools.cache(adds),
             run,
             functools.cache(lambda which: waits(which) if programs.of(which) else []),
+            lambda which: bool(programs.of(which) and programs.program(which).early),
         )
 
 
@@ -234,6 +240,7 @@ def together(costs: Sequence[ChunkCost]) -> ChunkCost:
         lambda: sum(cost.adds() for cost in costs),
         lambda which, owner, before: (program(which).seconds, ()),
         lambda which: (),
+        lambda which: False,
     )
 
 

@@ -47,8 +47,10 @@ class Program:
     reads: in the order of its placeholders. sums: of the gradients whose sums so far are its last placeholders.
     added: those of `sums` to which the program adds a gradient of its own. gives: of its outputs. late: by piece, those
     of `gives` that are still on their way home when all else is done. Their calls stand last, in pieces: each waits for
-    what the pieces before it sent, and may run whenever other programs have run meanwhile. `gm.meta["late"]` names
-    the first node of each.
+    what the pieces before it sent, and may run whenever other programs have run meanwhile. early: those of `reads` of
+    which the calls are made that stand first, a piece that sends what is gathered for the others and waits for nothing:
+    it may run before other programs. `gm.meta["pieces"]` has the number of a piece by the name of its first node, see
+    `piece_of`.
     """
 
     gm: GraphModule
@@ -57,13 +59,15 @@ class Program:
     added: tuple[str, ...]
     gives: tuple[str, ...]
     late: tuple[tuple[str, ...], ...] = ()
+    early: tuple[str, ...] = ()
 
 
 class ChunkPrograms:
     """The programs of a chunk, made on first use.
 
     in_loop: see `parts_of`. overlaps: whether collectives run beside computing. budget: see `schedule`. goes_on:
-    whether its stage has other chunks to run while its gradients are on their way home. parts: by node of the boxed
+    whether its stage has other chunks to run while its gradients are on their way home, and its parameters on theirs
+    here. parts: by node of the boxed
     graph. homes: by node in which a gradient ends, the node whose values add up. accumulated, home: by port of a
     gradient, their names. fixed, own: by port of what all micro-batches read, and of what each has of its own, the
     name. outputs: by port of an OUTPUT.
@@ -80,7 +84,7 @@ class ChunkPrograms:
         self.chunk, self.in_loop, self.overlaps, self.budget, self.goes_on = chunk, in_loop, overlaps, budget, goes_on
         self.known = dict[tuple[Parts, bool], Program]()
         self.local = dict[tuple[Parts, bool, Any], GraphModule]()
-        self.parted = dict[tuple[Parts, bool, Any], list[GraphModule]]()
+        self.parted = dict[tuple[Parts, bool, Any], dict[int, GraphModule]]()
 
     @functools.cached_property
     def boxed(self) -> GraphModule:
@@ -161,7 +165,10 @@ class ChunkPrograms:
                 self.known[which, adding] = whole(self.boxed, self.scheduled(self.boxed))
             elif adding:
                 program = extracted(self, which)
-                self.known[which, adding] = late_last(self, which, replace(program, gm=self.scheduled(program.gm)))
+                program = replace(program, gm=self.scheduled(program.gm))
+                apart = self.overlaps and self.goes_on and len(which) > 1
+                program = early_first(self, program) if apart and BEFORE in which else program
+                self.known[which, adding] = late_last(self, program) if apart and AFTER in which else program
             else:
                 self.known[which, adding] = without_sums(self, which, self.program(which))
         return self.known[which, adding]
@@ -178,14 +185,16 @@ class ChunkPrograms:
             self.local[key] = self.chunk.rewriter.localize(self.program(which, adding).gm, mesh, mesh.coordinates(rank))
         return self.local[key]
 
-    def pieces_at(self, which: Parts, adding: bool, rank: int) -> list[GraphModule]:
-        """Returns the program of a rank up to what comes late, and the pieces of that. Each but the first reads what
-        the one before it leaves behind its own results."""
+    def pieces_at(self, which: Parts, adding: bool, rank: int) -> dict[int, GraphModule]:
+        """Returns by number the pieces of the program of a rank, see `piece_of`. Each but the first reads what the one
+        before it leaves behind its own results, that of the action before what the program reads."""
         key = self.of(which), adding, self.chunk.shape_class(rank)
         if key not in self.parted:
             program, gm = self.program(which, adding), self.local_at(which, adding, rank)
             last = {name: piece for piece, names in enumerate(program.late, 1) for name in names}
-            self.parted[key] = parted(gm, [last.get(name, 0) for name in program.gives]) if program.late else [gm]
+            ends = [last.get(name, 0) for name in program.gives]
+            come = {at for at, name in enumerate(program.reads) if name not in program.early}
+            self.parted[key] = parted(gm, ends, come) if pieces_in(gm) else {0: gm}
         return self.parted[key]
 
     @functools.cached_property
@@ -236,11 +245,27 @@ def extracted(chunk: ChunkPrograms, which: Parts) -> Program:
     return Program(with_ports(gm, copies, inputs, given), read, so_far, added, given)
 
 
-def late_last(chunk: ChunkPrograms, which: Parts, program: Program) -> Program:
+def early_first(chunk: ChunkPrograms, program: Program) -> Program:
+    """Returns a program with what gathers parameters before all else, as far as it waits for nothing."""
+    calls = [node for node in program.gm.graph.nodes if node.op != "output"]
+    later = {
+        bucket_of(node)
+        for node in filter(is_awaited, calls)
+        if node.name not in chunk.before or any("awaits" in used.meta for used in ancestors([node]))
+    }
+    first = ancestors(node for node in filter(is_awaited, calls) if bucket_of(node) not in later)
+    reads = tuple(name for name, node in zip(program.reads, calls) if node in first)
+    calls.sort(key=lambda node: node.op != "placeholder" and 1 + (node not in first))
+    if not first:
+        return program
+    gm = rebuild(program.gm, order=calls)
+    gm.meta["pieces"] = {next(node.name for node in calls if node.op != "placeholder" and node not in first): 0}
+    return replace(program, gm=gm, early=reads)
+
+
+def late_last(chunk: ChunkPrograms, program: Program) -> Program:
     """Returns a program with what waits for gradients on their way home behind all else, in pieces: what sends again
     as soon as it may, and at last what sends nothing more."""
-    if AFTER not in which or len(which) == 1 or not chunk.overlaps or not chunk.goes_on:
-        return program
     home, level = {node.name for node in chunk.calls[AFTER]}, dict[Node, int]()
     calls = [node for node in program.gm.graph.nodes if node.op != "output"]
     together = dict[str, list[Node]]()  # by message what it begins with
@@ -258,15 +283,16 @@ def late_last(chunk: ChunkPrograms, which: Parts, program: Program) -> Program:
         return program
     gm = rebuild(program.gm, order=sorted(calls, key=lambda node: pieces.get(node, 0)))
     first = {piece: node.name for node, piece in reversed(pieces.items())}
-    gm.meta["late"] = [first[piece] for piece in range(1, last + 1)]
+    gm.meta["pieces"] = {first[piece]: piece for piece in range(1, last + 1)}
     piece_of = {name: pieces.get(node) for name, node in zip(program.gives, results(program.gm)) if node is not None}
     late = [tuple(name for name, piece in piece_of.items() if piece == at) for at in range(1, last + 1)]
     return replace(program, gm=gm, late=tuple(late))
 
 
-def late_in(gm: GraphModule) -> dict[Node, int]:
-    """Returns by node of a program that comes late the number of its piece, from 1 on."""
-    found, begins, piece = dict[Node, int](), {name: at for at, name in enumerate(gm.meta.get("late", ()), 1)}, 0
+def pieces_in(gm: GraphModule) -> dict[Node, int]:
+    """Returns by node of a program that comes early or late the number of its piece, see `piece_of`."""
+    found, begins = dict[Node, int](), gm.meta.get("pieces", {})
+    piece = min(begins.values(), default=1) - 1
     for node in gm.graph.nodes if begins else ():
         piece = begins.get(node.name, piece)
         if piece and node.op != "output":
@@ -274,27 +300,30 @@ def late_in(gm: GraphModule) -> dict[Node, int]:
     return found
 
 
-def parted(gm: GraphModule, piece_of: Sequence[int]) -> list[GraphModule]:
-    """Returns the pieces of the program of a rank, see `Program`. piece_of: by result in which it is made."""
-    nodes, ends, late = list(gm.graph.nodes)[:-1], results(gm), late_in(gm)
-    count = len(gm.meta["late"]) + 1
+def parted(gm: GraphModule, made_in: Sequence[int], come: Container[int]) -> dict[int, GraphModule]:
+    """Returns the pieces of the program of a rank by number, see `Program`. made_in: by result its piece. come: the
+    numbers of the inputs that a piece which comes early is not given."""
+    nodes, ends, piece_at = list(gm.graph.nodes)[:-1], results(gm), pieces_in(gm)
+    given = [node for node in nodes if node.op == "placeholder"]
+    calls = {node: piece_at.get(node, 0) for node in nodes[len(given) :]}
     # what a collective reads is alive until something waits for it
-    read = [(late.get(node, 0), used) for node in nodes for used in (*node.all_input_nodes, *awaited(node))]
-    read += [(piece, node) for node, piece in zip(ends, piece_of) if node is not None]
+    read = [(piece, used) for node, piece in calls.items() for used in (*node.all_input_nodes, *awaited(node))]
+    read += [(piece, node) for node, piece in zip(ends, made_in) if node is not None]
     last = dict[Node, int]()
     for piece, used in read:
-        last[used] = max(piece, last.get(used, 0))
-    found, crossing = list[GraphModule](), list[Node]()
-    for piece in range(count):
+        last[used] = max(piece, last.get(used, piece))
+    found, crossing = dict[int, GraphModule](), list[Node]()
+    for piece in sorted({0, *calls.values()}):
         copies = Copies()
         for node in crossing:
             copies[node] = copies.given(node.name, node.meta)
-        for node in nodes:
-            if late.get(node, 0) == piece:
-                copies.keep(node)
-        crossing = [node for node in nodes if node in copies and last.get(node, 0) > piece]
-        copies.left([*(node for node, each in zip(ends, piece_of) if each == piece), *crossing])
-        found.append(copies.module(gm))
+        here = {-1: [node for at, node in enumerate(given) if at not in come], 0: given}.get(piece, [])
+        for node in [*here, *(node for node, each in calls.items() if each == piece)]:
+            copies.keep(node)
+        kept = (node for node in nodes if node in copies and last.get(node, piece) > piece)
+        crossing = [node for node in kept if piece >= 0 or node.op != "placeholder"]  # else it is given again
+        copies.left([*(node for node, each in zip(ends, made_in) if each == piece), *crossing])
+        found[piece] = copies.module(gm)
     return found
 
 
@@ -342,7 +371,8 @@ def without_sums(chunk: ChunkPrograms, which: Parts, program: Program) -> Progra
     inputs = [port for port, node in zip(program.gm.meta["ports"].inputs, stored) if node not in dropped]
     sums = tuple(name for name in program.sums if name not in program.added)
     late = tuple(tuple(name for name in names if name in ends) for names in program.late)
-    return Program(with_ports(program.gm, copies, inputs, ends), program.reads, sums, (), tuple(ends), late)
+    gm = with_ports(program.gm, copies, inputs, ends)
+    return replace(program, gm=gm, sums=sums, added=(), gives=tuple(ends), late=late)
 
 
 def with_ports(gm: GraphModule, copies: Copies, inputs: Sequence[Port], gives: Iterable[str]) -> GraphModule:

@@ -14,12 +14,13 @@ from sbpc.graph.ports import TANGENT, Port, placeholders, results
 from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.memory import POSITION, Life
-from sbpc.plans.staged.chunk_programs import ChunkPrograms, Program, late_in
-from sbpc.plans.staged.schedules import FORWARD, INPUTS, LATE, WEIGHTS
+from sbpc.plans.staged.chunk_programs import ChunkPrograms, Program, pieces_in
+from sbpc.plans.staged.schedules import FORWARD, INPUTS, LATE, WEIGHTS, piece_of
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
 
 GATHERED, SAVED, HANDED, HOME, ADDED, LEFT = "gathered", "saved", "handed", "home", "added", "left"  # see `kept_by`
-Kind = str | tuple[Parts, bool]  # the second: of parts, whose gradients may be the first ones, what comes late
+# the second: of parts, whose gradients may be the first ones, what comes early or late
+Kind = str | tuple[Parts, bool]
 # of a storage: the part whose program makes it, "" for what a micro-batch is given, and its number there
 Place = tuple[str, int]
 
@@ -72,9 +73,9 @@ def kept_by(
 
 
 class Scope(NamedTuple):
-    """What the program of some parts has alive, and at which of its moments: those up to what comes late, or those of
-    a piece of that. there: the storages that are there before. beside: the ports of what comes with a micro-batch and
-    is read later."""
+    """What the program of some parts has alive, and at which of its moments: those of a piece, see `piece_of`. there:
+    the storages that are there before; for what comes early all that it does not make, as it ends before a micro-batch
+    comes. beside: the ports of what comes with a micro-batch and is read later."""
 
     life: Life
     start: int
@@ -87,27 +88,28 @@ def scope(chunk: ChunkPrograms, which: Parts, program: Program) -> Scope:
     """Returns what is alive while the program of some parts runs."""
     gm = program.gm
     life = chunk.life if which == PARTS else Life.of(gm, chunk.chunk.mesh)
-    late, piece = late_in(gm), which.count(LATE)
+    piece_at, (_, piece) = pieces_in(gm), piece_of(which)
     start, end = (
-        next((at for at, moment in enumerate(life.moments) if late.get(moment.node, 0) >= first), len(life.moments))
+        next((at for at, moment in enumerate(life.moments) if piece_at.get(moment.node, 0) >= first), len(life.moments))
         for first in (piece, piece + 1)
     )
-    if piece:
-        made = {storage for moment in life.moments[start:] for storage, _ in moment.makes}
-        there = {storage for storage, last in enumerate(life.last) if last >= start and storage not in made}
-        return Scope(life, start, end, there, [])
-    come, given = chunk.chunk.arriving(which), placeholders(gm)
+    made = {storage for moment in life.moments[start:] for storage, _ in moment.makes}
+    held = {storage for storage, last in enumerate(life.last) if last >= start and storage not in made}
+    if piece > 0:
+        return Scope(life, start, end, held, [])
+    come, given = () if piece else chunk.chunk.arriving(which), placeholders(gm)
     nodes = {node for port, node in given.items() if port not in come}
+    others = {storage for storage, owner in enumerate(life.owner) if owner.op == "placeholder" and owner not in nodes}
     there = {storage for storage, owner in enumerate(life.owner) if owner in nodes}
-    return Scope(life, 0, end, there, [port for port in come if port not in given])
+    return Scope(life, start, end, there | held - others, [port for port in come if port not in given])
 
 
 def in_flight(chunk: ChunkPrograms, which: Parts, program: Program) -> tuple[Life, set[int]]:
-    """Returns the storages that the program of some parts, or a piece of what comes late of it, holds for what comes
-    later: of collectives on their way, and of gradients that are home already."""
+    """Returns the storages that a piece of the program of some parts holds for what comes later: of collectives on
+    their way, and of gradients that are home already."""
     life, _, end, _, _ = scope(chunk, which, program)
     home = {node.name for node in chunk.calls[AFTER]}.union(*program.late)
-    ends = zip(program.gives, results(program.gm))
+    ends = [] if piece_of(which)[1] < 0 else list(zip(program.gives, results(program.gm)))  # of the action
     others = {life.values[node][0] for name, node in ends if node is not None and name not in home}
     given = {life.values[node][0] for node in placeholders(program.gm).values()}
     made = {storage for moment in life.moments[:end] for storage, _ in moment.makes}

@@ -15,7 +15,7 @@ from sbpc.plans.cost import Cost, Terms
 from sbpc.plans.options import Options
 from sbpc.plans.staged import schedules, stage_memory
 from sbpc.plans.staged.chunk_cost import ChunkCost
-from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, LATE, STEP, WEIGHTS, Action, Arrival, Played
+from sbpc.plans.staged.schedules import BACKWARD, EARLY, FORWARD, INPUTS, LATE, STEP, WEIGHTS, Action, Arrival, Played
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
 from sbpc.plans.timeline import Left
 
@@ -157,14 +157,19 @@ class Pipeline:
     def order(self, stage: int) -> list[tuple[Parts, Action]]:
         """Returns what a stage runs, in order.
 
-        A piece of what comes late runs behind the first action that ends when its messages are there, as if no stage
+        What comes early runs before all actions: what is gathered for one chunk is on its way while others compute. A
+        piece of what comes late runs behind the first action that ends when its messages are there, as if no stage
         waited for another one, or behind all.
         """
         mine = self.chunks_on(stage)
-        early, late = (
+        before, after = (
             [((part,), Action(part, at, 0)) for at in mine if (part, at) in self.apart] for part in (BEFORE, AFTER)
         )
-        found, waiting, left = list[tuple[Parts, Action]](early), list[tuple[Parts, Action]](), Left()
+        found, waiting, left = list[tuple[Parts, Action]](), list[tuple[Parts, Action]](), Left()
+        for action in self.actions[stage]:
+            if self.chunk_costs[action.chunk].early(self.runs(action)):
+                found.append(((*self.runs(action), EARLY), action.of_kind(EARLY)))
+                left = self.run_of(*found[-1], left)[1]
         for action in self.actions[stage]:
             which = self.runs(action)
             found.append((which, action))
@@ -176,11 +181,11 @@ class Pipeline:
                 found.append(waiting.pop(0))
                 left = self.run_of(*found[-1], left)[1]
         waiting.sort(key=lambda piece: piece[0].count(LATE))  # what sends before what only waits
-        return [*found, *waiting, *late]
+        return [*before, *found, *waiting, *after]
 
     def is_there(self, which: Parts, action: Action, left: Left) -> bool:
         """Returns whether all is there that a piece of what comes late waits for."""
-        parts, piece = schedules.without_late(which)
+        parts, piece = schedules.piece_of(which)
         messages = self.chunk_costs[action.chunk].late(parts)[piece - 1]
         return not any(owner == action.chunk and name in messages for _, (owner, name), _ in left)
 
@@ -200,7 +205,7 @@ class Pipeline:
     @functools.cached_property
     def spans(self) -> schedules.Spans:
         """When every action starts and ends, in seconds since the step began."""
-        played = (each for mine in self.played[0] for each in mine if LATE not in each.parts)
+        played = (each for mine in self.played[0] for each in mine if not schedules.piece_of(each.parts)[1])
         return {each.action: (each.start, each.end) for each in played}
 
     @functools.cached_property
@@ -222,10 +227,10 @@ class Pipeline:
     def run_of(self, which: Parts, action: Action, before: Left) -> tuple[float, Left]:
         """Returns how long a program takes, and what is on its way then. before: what is on its way when it starts."""
         chunk = self.chunk_costs[action.chunk]
-        if LATE in which:
+        if schedules.piece_of(which)[1]:
             return chunk.run(which, action.chunk, before)
         compute, waits = self.work_of(action)
-        if not before and not chunk.late(which):
+        if not before and not chunk.parted(which):
             return compute + waits, ()
         ready, left = chunk.run(which, action.chunk, before)
         others = compute + waits - chunk.program(which).seconds  # beside the program's own seconds
@@ -271,16 +276,13 @@ class Pipeline:
 
     def waits(self, stage: int) -> float:
         """Returns how much longer the programs of a stage take in their order than each by itself: less where what
-        comes late goes beside others, more where they wait for its links."""
+        comes early or late goes beside others, more where they wait for its links."""
         if self.alone != 1.0:
             return 0.0
-        late = [
-            each
-            for each in self.played[0][stage]
-            if each.before or self.chunk_costs[each.action.chunk].late(each.parts)
-        ]
-        alone = sum(sum(self.work_of(each.action)) for each in late if LATE not in each.parts)
-        return sum(each.end - each.start for each in late) - alone
+        played = self.played[0][stage]
+        parted = [each for each in played if each.before or self.chunk_costs[each.action.chunk].parted(each.parts)]
+        alone = sum(sum(self.work_of(each.action)) for each in parted if not schedules.piece_of(each.parts)[1])
+        return sum(each.end - each.start for each in parted) - alone
 
     @property
     def busiest(self) -> int:

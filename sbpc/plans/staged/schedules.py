@@ -18,10 +18,12 @@ from sbpc.plans.timeline import Left
 
 # I and W: the backward of what a stage received, then that of its weights
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
-LATE = "late"  # what comes late of a program, and its action: see `ChunkPrograms`
+# what comes early and what comes late of a program, and the actions of these: see `Program`
+EARLY, LATE = "early", "late"
 STEP = "S"  # the action, and the schedule, of a step that is one program: of one chunk and one micro-batch
 # how many chunks of the model each stage has, where that is not said
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2, "breadth-first": 2}
+USUAL = "1f1b"
 INTERLEAVED, BREADTH_FIRST = COUNTED = "interleaved", "breadth-first"  # may say how many: "interleaved:3"
 MOST_CHUNKS = 1024
 
@@ -211,12 +213,13 @@ def spans(
     found, ends = [list[Played]() for _ in orders], dict[Action, float]()
     needs = functools.cache(needs)
     free, left = list(starts), [Left()] * len(orders)
-    actions = [[action for which, action in order if LATE not in which] for order in orders]
+    actions = [[action for which, action in order if not piece_of(which)[1]] for order in orders]
     for rank, action in in_turn(actions, needs):
         for which, each in orders[rank][len(found[rank]) :]:
-            if LATE not in which and each != action:
+            piece = piece_of(which)[1]
+            if not piece and each != action:
                 break
-            come = (ends[need] + sending(need, action) for need in needs(action)) if LATE not in which else ()
+            come = (ends[need] + sending(need, action) for need in needs(action)) if not piece else ()
             start = max([free[rank], *come])
             before = shorter(left[rank], start - free[rank])
             seconds, left[rank] = run(which, each, before)
@@ -225,10 +228,10 @@ def spans(
     return found, left
 
 
-def without_late(which: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
-    """Returns the parts of a program, and the number of a piece of what comes late of it, which is how often LATE is
-    among them."""
-    return tuple(part for part in which if part != LATE), which.count(LATE)
+def piece_of(which: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
+    """Returns the parts of a program, and the number of a piece of it: 0 for what its action runs, -1 for what comes
+    early, and from 1 on what comes late, which is how often LATE is among them."""
+    return tuple(part for part in which if part not in (EARLY, LATE)), which.count(LATE) - which.count(EARLY)
 
 
 def shorter(left: Left, seconds: float) -> Left:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sbpc.plans.staged.part_memory import ADDED, GATHERED, HANDED, HOME, LEFT, SAVED, Kind
-from sbpc.plans.staged.schedules import FORWARD, INPUTS, LATE, STEP, WEIGHTS, without_late
+from sbpc.plans.staged.schedules import EARLY, FORWARD, INPUTS, LATE, STEP, WEIGHTS, piece_of
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
 
 
@@ -66,7 +66,7 @@ def moments(plan: Any, stage: int) -> Iterator[Moment]:
     flying, once, begun = Counter[tuple[int, str]](), list[tuple[int, Kind]](), dict[int, Parts]()
     for which, (_, at, _) in plan.orders[stage]:
         if LATE in which:
-            parts, piece = without_late(which)
+            parts, piece = piece_of(which)
             first = begun[at] == parts
             yield Moment(which, at, first, flying, once)
             last = piece == len(plan.chunk_costs[at].late(parts))
@@ -74,6 +74,12 @@ def moments(plan: Any, stage: int) -> Iterator[Moment]:
             continue
         first = at not in begun
         yield Moment(which, at, first, flying, once)
+        if EARLY in which:
+            once.append((at, (which, first)))
+            continue
+        early = at, ((*which, EARLY), first)
+        if early in once:
+            once.remove(early)
         if which == PARTS:
             return
         if FORWARD in which:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from sbpc.plans.staged.chunk_programs import late_in
-from sbpc.plans.staged.schedules import FORWARD, STEP, Action, Played, without_late
+from sbpc.plans.staged.chunk_programs import pieces_in
+from sbpc.plans.staged.schedules import EARLY, FORWARD, STEP, Action, Played, piece_of
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.plans.timeline import COMPUTE, Event, Left, makespan, played, works
 
@@ -93,10 +93,10 @@ def stage_events(plan: Any, stage: int) -> list[Event]:
 def program_events(plan: Any, chunk: int, which: Parts, before: Left = ()) -> tuple[list[Event], float]:
     """Returns the events of the program of some parts of a chunk, in seconds since it began, and when it is done.
     before: what is on its way then."""
-    (parts, piece), inner = without_late(which), plan.inner
+    (parts, piece), inner = piece_of(which), plan.inner
     gm = plan.programs[chunk].program(parts).gm
-    late = late_in(gm)
-    work = {node: each for node, each in works(gm, inner).items() if late.get(node, 0) == piece}
+    piece_at = pieces_in(gm)
+    work = {node: each for node, each in works(gm, inner).items() if piece_at.get(node, 0) == piece}
     return played(work, inner, chunk, before)[:2]
 
 
@@ -127,4 +127,4 @@ def program_spans(plan: Any, stage: int) -> Iterator[Played]:
 
 def phase_of(action: Action) -> str:
     """Returns the phase of what an action does."""
-    return "forward" if action.kind in (BEFORE, FORWARD) else "backward"
+    return "forward" if action.kind in (BEFORE, EARLY, FORWARD) else "backward"
