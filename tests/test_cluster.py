@@ -314,8 +314,10 @@ def test_formulas_have_every_way_and_give_the_numbers_of_the_cheapest() -> None:
 def test_formulas_at_other_sizes_and_rates_are_the_cost_there() -> None:
     model, args = models.mlp(batch=96)
     plan = random_plan(sbpc.plan(model, args, Mesh(d=4, t=8, cluster="h100"), objective="serial"), seed=3)
-    seen = set()
-    for transfer, _ in plan.cost.transfers:
+    seen, moved = set(), [transfer for transfer, _ in plan.cost.transfers]
+    summed = [each for each in moved if each.step.collective == "reduce_scatter"]
+    sent = [dataclasses.replace(each, step=dataclasses.replace(each.step, collective="exchange")) for each in summed]
+    for transfer in (*moved, *sent):
         step, even = transfer.step, dataclasses.replace(transfer, shape=(1 << 12,) * len(transfer.shape))
         for sizes in ({"d": 2, "t": 8}, {"d": 64, "t": 8}, {"d": 2, "t": 4}, {"d": 1, "t": 8}, {"d": 1, "t": 1}):
             there, ranks = Mesh(cluster="h100", **sizes), math.prod(list(sizes.values())[at] for at in step.axes)
