@@ -192,7 +192,7 @@ def finish(
         with stages.timed("assign"):
             search = searched(gm, plan, wished, stages)
             search.run(plan, float(options.memory))
-            search.sharpen()
+            search.sharpen(exact=not options.overlaps)
             plan = search.finished()
         if options.overlaps:
             plan = bounded(plan, options, layouts_at)

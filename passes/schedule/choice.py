@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -151,8 +151,7 @@ def choose(
     if rounds and most > prover.bound * (1 + LOOSE):  # equal parts again, as links that cost nothing prove nothing
         layouts = layouts_at({stream: (3 * weights[stream] + equal[stream]) / 4 for stream in streams})
         prover.improve(layouts, layouts.bound())
-    limit = options.memory or math.inf
-    best = fastest([candidates[0], *(each for each in candidates[1:] if each.cost.memory["total"] <= limit)])
+    best = fastest(candidates, options.memory or math.inf)
     return overlapped(best, options, prover, min(prover.bound, best.cost.seconds), plan.lower_bound)
 
 
@@ -169,15 +168,22 @@ def bounded(plan: Plan, options: Options, layouts_at: LayoutsAt) -> Plan:
     if has_latency(plan.mesh) and sum(bare_seconds(alone).values()) / len(streams) > prover.bound:
         layouts = layouts_at(equal)
         prover.improve(layouts, layouts.bound())
-    return overlapped(plan, options, prover, min(prover.bound, alone.cost.seconds), plan.lower_bound)
+    return overlapped(alone, options, prover, min(prover.bound, alone.cost.seconds), plan.lower_bound)
 
 
-def fastest(plans: list[Plan]) -> Plan:
-    """Returns of the plans that are about as fast as the fastest the one whose step and computing take least together."""
-    costs = [plan.cost for plan in plans]
-    most = min(cost.seconds for cost in costs) * (1 + EQUAL)
-    near = [at for at, cost in enumerate(costs) if cost.seconds <= most]
-    return plans[min(near, key=lambda at: costs[at].seconds + costs[at].compute_seconds)]
+def fastest(plans: Sequence[Plan], limit: float) -> Plan:
+    """Returns of the plans that are about as fast as the fastest the one whose step and computing take least together.
+
+    limit: of bytes, which the first plan keeps. One that has more to do on a stream than another's step takes is not
+    scheduled.
+    """
+    most, near = math.inf, list[Plan]()
+    for plan in plans:
+        if max(bare_seconds(plan).values()) <= most and (not near or plan.cost.memory["total"] <= limit):
+            near.append(plan)
+            most = min(most, plan.cost.seconds * (1 + EQUAL))
+    near = [plan for plan in near if plan.cost.seconds <= most]
+    return min(near, key=lambda plan: plan.cost.seconds + plan.cost.compute_seconds)
 
 
 def overlapped(

@@ -139,12 +139,14 @@ def messages_of(problem: Problem, most: float) -> Messages:
     return Messages(problem, most, np.float32 if is_wide(problem) else np.float64)
 
 
-def folded_messages(folded: Folded, of_blocks: Messages, bundles: Sequence[int], most: float) -> Messages:
+def folded_messages(
+    folded: Folded, of_blocks: Messages, bundles: Sequence[int], most: float, stalled: float = STALLED
+) -> Messages:
     """Returns messages of the folded problem itself, which knows the ends of runs of blocks. They go on from those of
     the blocks. Their bound is one only of plans in which a class has one label."""
     messages = messages_of(folded.problem, most)
     messages.start_from(of_blocks, bundles)
-    return raised(messages)
+    return raised(messages, stalled=stalled)
 
 
 def certify(problem: Problem, finer: Sequence[int], seconds: float, limit: float) -> tuple[float, Proof]:
@@ -180,16 +182,16 @@ class SubProblem:
     units: list[float] = field(default_factory=list)
 
 
-def raised(messages: Messages, rest: float = 0.0) -> Messages:
+def raised(messages: Messages, rest: float = 0.0, stalled: float = STALLED) -> Messages:
     """Returns the messages after sweeps until rounds stall, first along paths, then with equal parts. rest: what the
-    whole bound has besides."""
+    whole bound has besides. stalled: see STALLED."""
     for follow in (True, False):
         messages.follow_paths(follow)
         for _ in range(ROUNDS):
             before = messages.bound
             for _ in range(BALANCE):
                 messages.sweep()
-            if messages.bound - before <= STALLED * max(abs(messages.bound), rest):
+            if messages.bound - before <= stalled * max(abs(messages.bound), rest):
                 break
     return messages
 
