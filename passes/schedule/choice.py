@@ -26,6 +26,7 @@ Weights = Mapping[str, float]
 GRID, LEAST = 32, 1 / 1024  # weights are multiples of one part of GRID, or, of all but one stream, as small as LEAST
 # fraction of the seconds by which two plans may differ and count as about as fast, so that computing counts, too
 EQUAL = 1e-2
+CLOSE = 1e-3  # fraction by which a plan is busy for longer than a bound, below which no other plan is looked for
 LOOSE = 5e-2  # fraction by which a bound is to be below what plans are busy for, that a better one is looked for
 
 
@@ -141,7 +142,7 @@ def choose(
         weights = equal
         if turn or not has_latency(plan.mesh):  # without latencies the plan is that of equal weights
             weights, most = heaviest(streams, list(map(bare_seconds, candidates)))
-            if most <= prover.bound * (1 + EQUAL):
+            if most <= prover.bound * (1 + (EQUAL if turn else CLOSE)):
                 break
         if turn:  # halfway: the layouts of equal weights are good ones, the bound of the others is
             weights = {stream: (weights[stream] + equal[stream]) / 2 for stream in streams}
