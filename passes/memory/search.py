@@ -298,8 +298,8 @@ class MemorySearch:
     # --- bounds -------------------------------------------------------------------------------------------------------
 
     def sharpen(self, exact: bool) -> None:
-        """Raises the bound at the prices of rows at the best plan's peak, too; if `exact`, in small problems by messages
-        on the unfolded problem, and by the program on all labels that can be in a better plan."""
+        """Raises the bound at the prices of rows at the best plan's peak, too; if `exact`, in small problems by
+        messages on the unfolded problem, and by the program on all labels that can be in a better plan."""
         assert self.best is not None
         if self.gap <= (GOOD if self.large else 0.0):
             return
