@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sbpc.solver.bounder import Bounder, blocks, folded_messages, is_wide, messages_of, raised
+from sbpc.solver.bounder import STALLED, Bounder, blocks, folded_messages, is_wide, messages_of, raised
 from sbpc.solver.fold import fold
 from sbpc.solver.highs import cheapest, relax, support
 from sbpc.solver.messages.trws import Messages, big_m
@@ -21,7 +21,8 @@ progress = logging.getLogger("sbpc.progress")
 PLAN_GAP = 7e-3  # above it a restricted program looks for a better plan
 BOUND_GAP = {False: 1e-2, True: 3e-2}  # above it finer classes raise the bound; by whether the problem is wide
 EACH, OWN = 8, 2  # labels a variable of a restricted program: by reduced costs; by each of two more orders
-ENOUGH = 4e-3  # as STALLED, for messages of which a plan is asked alone: it gives the same plans in half the sweeps
+# as STALLED, for messages of a wide problem of which a plan is asked alone: the same plans in half the sweeps
+ENOUGH = 4e-3
 COLUMNS = 50_000  # of a program of all labels below the gap, at most: it takes some two seconds
 NEAR_ENOUGH = 3e-4  # the gap to which a restricted program is solved
 
@@ -73,9 +74,10 @@ class Search:
     def find_plan(self) -> None:
         """Looks for a plan without a bound of the whole problem."""
         part, most = blocks(self.folded), big_m(self.folded.problem)
-        messages = raised(messages_of(part.problem, most), stalled=ENOUGH)
+        stalled = ENOUGH if is_wide(self.problem) else STALLED
+        messages = raised(messages_of(part.problem, most), stalled=stalled)
         if not self.folded.trivial:
-            messages = folded_messages(self.folded, messages, part.bundles, most, ENOUGH)
+            messages = folded_messages(self.folded, messages, part.bundles, most, stalled)
         self.solve_near(messages, [])
 
     def solve_near(self, messages: Messages, reduced_costs: list[list[np.ndarray]]) -> None:
