@@ -2,9 +2,10 @@
 
 A plan that is busy for C seconds of computing and M_l on link l takes T >= max(C, M_1, ...). So for weights w that
 sum to 1, T >= w_0 C + sum w_l M_l, and the least of that over all plans is a layout problem with scaled costs, whose
-certified bound is a bound of T. The weights at which the plans so far cost most give the best bound that one more
-problem can give, and the next plan. Collectives that go in one message share a latency, so in these problems there
-is none.
+certified bound is a bound of T. Plans are looked for at equal weights and halfway to those at which the plans so far
+cost most; bounds, which cost more time, at weights of computing alone, where every call is at its least, and once
+near the weights at which all plans cost most, if those leave much. Collectives that go in one message share a
+latency, so in these problems there is none.
 """
 
 from __future__ import annotations
