@@ -40,7 +40,7 @@ from sbpc.passes.loop.slices import in_slices
 from sbpc.passes.memory.limited_space import LimitedSpace, store
 from sbpc.passes.memory.search import MemorySearch
 from sbpc.passes.panels.cut import in_panels
-from sbpc.passes.schedule.choice import bounded, choose
+from sbpc.passes.schedule.choice import Weights, bounded, choose, weighted
 from sbpc.passes.schedule.schedule import schedule
 from sbpc.passes.stages.cut import cut
 from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify_boxed, verify_captured
@@ -51,11 +51,11 @@ from sbpc.plans.plan import Plan
 from sbpc.plans.program_check import verify_local
 from sbpc.plans.staged.stage_parts import PARTS
 from sbpc.plans.symbolic_sizes import declare
-from sbpc.plans.timeline import Event
+from sbpc.plans.timeline import COMPUTE, Event
 
 log = logging.getLogger("sbpc")
 progress = logging.getLogger("sbpc.progress")
-WEIGHTS = 3  # of streams that are tried
+WEIGHTS = 2  # of streams that are tried
 GAP, TIE, FEW = 3e-2, 1e-9, 100_000  # see `finish`; seconds that differ by a smaller fraction than TIE are equal
 ALTERNATIVES = 3  # layouts of a parameter that a page shows besides its own
 
@@ -183,18 +183,18 @@ def finish(
     slower than. They are tried unless the plan is proved best: in spaces of more than FEW labels, to a gap of GAP.
     Raises MemoryLimitError if the plan does not fit into the memory that `options` name and none that does is found.
     """
-    solved_on = objective_mesh(mesh, options.objective)
     in_order = options.in_order
 
-    def solve(where: Mesh) -> tuple[Space, Assignment, float]:
-        space = Space(gm, where, wished.nodes, wished.outputs)
-        return space, *space.solve(exact=exact and where is solved_on)
+    def layouts_at(weights: Weights) -> Space:
+        other = weighted(mesh, weights)
+        return Space(gm, other, wished.nodes, wished.outputs, like=space, part=weights[COMPUTE])
 
     def made(assignment: Assignment) -> Plan:
         return make_plan(gm, mesh, assignment, 0.0, in_order, stages)
 
     with stages.timed("assign"):
-        space, assignment, bound = solve(solved_on)
+        space = Space(gm, objective_mesh(mesh, options.objective), wished.nodes, wished.outputs)
+        assignment, bound = space.solve(exact=exact)
         large = sum(len(v.costs) for v in space.variables) > FEW
         schemes: list[Assignment] = []
         if experts is not None and space.gap > (GAP if large else TIE):
@@ -205,15 +205,15 @@ def finish(
         with stages.timed("assign"):
             search = searched(gm, plan, wished, stages)
             search.run(plan, float(options.memory))
-            search.sharpen()
+            search.sharpen(exact=not options.overlaps)
             plan = search.finished()
         if options.overlaps:
-            plan = bounded(plan, options, solve)
+            plan = bounded(plan, options, layouts_at)
     elif options.overlaps:
         with stages.timed("schedule"):
             # it predicts no machine, so the layouts that send least are as good as any
             ideal = mesh.cluster.name == "ideal"
-            plan = choose(plan, options, solve, () if ideal else schemes, made, 1 if ideal else WEIGHTS)
+            plan = choose(plan, options, layouts_at, () if ideal else schemes, made, 1 if ideal else WEIGHTS)
     return plan
 
 

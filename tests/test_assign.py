@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,7 +27,9 @@ from sbpc.passes.assign.wishes import placeholder_wishes
 from sbpc.passes.canonicalize.normalize import normalize
 from sbpc.passes.capture.capture import capture
 from sbpc.passes.pipeline import Stages, make_plan
+from sbpc.passes.schedule.choice import weighted
 from sbpc.plans.options import Options
+from sbpc.plans.timeline import ACROSS, COMPUTE, INSIDE
 from sbpc.solver import Problem, total
 from tests import models
 
@@ -267,3 +270,36 @@ def test_plan_is_the_same_in_every_process(tmp_path: Path) -> None:
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed}, check=True, timeout=240)
     assert saved_plan(here) == Path(there).read_text().splitlines()[0]
+
+
+WEIGHTS = {COMPUTE: 0.5, INSIDE: 0.3, ACROSS: 0.2}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet", "batch_norm"])
+def test_a_problem_at_other_weights_is_the_one_made_anew(name: str) -> None:
+    """Its tables are those of the problem without weights, scaled: but for calls in two phases, which box between them."""
+    model, args = getattr(models, name)()
+    mesh = Mesh(x=2, y=2, cluster="h100")
+    gm = prepare(model, args).gm
+    there = weighted(mesh, WEIGHTS)
+    scaled, anew = (
+        Space(gm, there, {}, {}, like=Space(gm, mesh, {}, {}), part=WEIGHTS[COMPUTE]),
+        Space(gm, there, {}, {}),
+    )
+    for mine, other, one, two in zip(scaled.variables, anew.variables, scaled.tables, anew.tables):
+        assert mine.costs == pytest.approx(other.costs, rel=1e-12), mine.name
+        assert all(map(np.array_equal, one.ports, two.ports)) and (one.digits == two.digits).all(), mine.name
+    assert all(map(np.array_equal, (v.closure for v in scaled.values), (v.closure for v in anew.values)))
+    assert scaled.classes() == anew.classes() and scaled.classes(1) == anew.classes(1)
+
+
+def test_computing_alone_is_bounded_without_solving_and_a_plan_is_found_without_a_bound() -> None:
+    model, args = models.gpt2(batch=8)
+    mesh = Mesh(x=2, y=2, cluster="h100")
+    gm = prepare(model, args).gm
+    computing, links = (Space(gm, weighted(mesh, each), {}, {}) for each in ({COMPUTE: 1.0, INSIDE: 0.0}, WEIGHTS))
+    apart = computing.bound_apart()
+    assert apart == pytest.approx(computing.bound(), rel=1e-6) and apart == pytest.approx(sum(computing.least.values()))
+    (alone, none), (solved, bound) = links.solve(bounded=False), links.solve(exact=False)
+    assert none == 0 and 0 < links.bound_apart() < links.bound() <= bound * (1 + 1e-9)
+    assert bound <= links.seconds(alone) <= 1.01 * links.seconds(solved)

@@ -16,7 +16,7 @@ from sbpc import Mesh
 from sbpc.graph.repeats import Run, runs
 from sbpc.passes.assign.space import Space
 from sbpc.solver import Bounder, Problem, Proof, Solution, Value, Variable, certify, checked_bound, solve, total
-from sbpc.solver.bounder import blocks, raise_bound
+from sbpc.solver.bounder import blocks, raised
 from sbpc.solver.fold import fold
 from sbpc.solver.messages.trws import BALANCE, Messages, big_m
 from sbpc.solver.problem import with_ports
@@ -123,7 +123,7 @@ def test_the_checker_finds_what_the_messages_promise(problem):
     problem = with_ports(problem)
     folded = fold(problem, range(len(problem.variables)))
     messages = Messages(blocks(folded).problem, big_m(problem))
-    raise_bound(messages)
+    raised(messages)
     bound = messages.bound
     best = brute_force(problem)
     assume(np.isfinite(best))  # messages cut off what impossible boxings cost, the checker does not

@@ -133,6 +133,8 @@ def test_where_nothing_is_solved_exactly_the_bound_lies_below_and_the_plan_above
     best = brute_force(problem)
     assert found.lower_bound <= best * (1 + 1e-8) and best <= found.seconds * (1 + 1e-8)
     assert found.lower_bound == found.seconds or not found.exact
+    alone = solve(problem, bounded=False)
+    assert alone.lower_bound == 0 <= best <= alone.seconds * (1 + 1e-8)
 
 
 @settings(max_examples=120, deadline=None)

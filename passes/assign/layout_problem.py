@@ -43,7 +43,8 @@ class LayoutProblem:
     """The variables and values of an annotated graph, with a table of labels for every variable.
 
     wishes: by node name. outputs: wishes by place in the output list; one that is missing is whole on all ranks.
-    like: a problem of the same graph and mesh with other wishes, whose tables and boxings are used again.
+    like: a problem of the same graph and mesh with other wishes, whose tables and boxings are used again; or, with
+    `part`, one with the same wishes on a mesh where kernels take so many times as long, whose tables are.
 
     variables, tables: of nodes first, then of outputs that may be left in several layouts. By value: values; keys,
     which output of which node it is; codes [layouts], of its layouts; sums_of, how it is summed (see the function of
@@ -64,11 +65,14 @@ class LayoutProblem:
         wishes: Mapping[str, Wish],
         outputs: Mapping[int, Wish],
         like: LayoutProblem | None = None,
+        part: float | None = None,
     ) -> None:
         self.gm, self.mesh, self.parts = gm, mesh, gm.meta.get(ONCE, {})
         self.nodes = [node for node in gm.graph.nodes if "candidates" in node.meta]
         self.number = {node: at for at, node in enumerate(self.nodes)}
-        self.known: dict[Any, Any] = {} if like is None else like.known  # see `once`
+        self.known: dict[Any, Any] = {} if like is None or part is not None else like.known  # see `once`
+        self.part, self.same_layouts = part, None if part is None else like
+        self.class_numbers: dict[int, list[int]] = {}  # see `Space.classes`
         self.tables = [self.table(node, wishes.get(node.name)) for node in self.nodes]
         self.variables = [
             Variable(node.name, self.seconds_of(node, t), t.digits) for node, t in zip(self.nodes, self.tables)
@@ -106,13 +110,21 @@ class LayoutProblem:
         key: tuple[Any, ...] = (id(candidates), id(match), tensors_of(node) if match is None else ())
         free = node.op != "call_function" or (match is not None and match.view)
         every = node.op == "placeholder" or sum(size > 1 for size in self.mesh.sizes) <= ORDERED
-        table = self.once(key, lambda: tabulate(candidates, match, tensors_of(node), self.mesh, free, every))
+        table = self.once(key, lambda: self.scaled(key, candidates, match, tensors_of(node), self.mesh, free, every))
         if wish is None:
             return table
         admitted = self.once((*key, wish.states, wish.order, wish.spread), lambda: table.admitted(wish))
         if not len(admitted):
             raise PinError(refusal(node, wish, table.outs[0], self.mesh))
         return admitted
+
+    def scaled(self, key: Any, *what: Any) -> Table:
+        """Returns the table that `tabulate` makes of `what`; if the problem is one with other weights, from its table,
+        unless its seconds are those of links, too."""
+        other: Table | None = None if self.same_layouts is None else self.same_layouts.known.get(key)
+        if other is None or self.part is None or other.two_phase.any():
+            return tabulate(*what)
+        return replace(other, mesh=self.mesh, seconds=self.part * other.seconds)
 
     def output_table(self, node: Node, wish: Wish | None) -> Table:
         """Returns the layouts that an output may be left in: whole on every rank, or as wished."""

@@ -29,14 +29,16 @@ class Space(LayoutProblem):
     gap = 1.0
     multipliers: Proof | None = None
 
-    def solve(self, starts: Sequence[Assignment] = (), exact: bool = True) -> tuple[Assignment, float]:
+    def solve(
+        self, starts: Sequence[Assignment] = (), exact: bool = True, bounded: bool = True
+    ) -> tuple[Assignment, float]:
         """Returns the cheapest assignment that was found, and a bound in seconds.
 
         starts: assignments than which it is not to be slower. exact: whether small problems are searched to the
-        end. Raises LayoutError if no assignment has finite cost.
+        end. bounded: whether a bound is looked for; else it is 0. Raises LayoutError if no assignment has finite cost.
         """
         known = [self.labels(start) for start in starts]
-        solution = solve(self.problem, known, self.classes(), self.classes(1), exact)
+        solution = solve(self.problem, known, self.classes(), self.classes(1), exact, bounded)
         labels = min([solution.labels, *known], key=lambda each: total(self.problem, each))
         seconds = total(self.problem, labels)
         if not np.isfinite(seconds):
@@ -47,6 +49,17 @@ class Space(LayoutProblem):
         self.gap = gap_of(seconds, solution.lower_bound)
         return self.assignment(labels), solution.lower_bound
 
+    def bound(self) -> float:
+        """Returns a bound of all assignments, and keeps its multipliers."""
+        bounder = Bounder(self.problem, fold(self.problem, self.classes()))
+        self.multipliers = bounder.proof
+        return bounder.bound
+
+    def bound_apart(self) -> float:
+        """Returns the bound without multipliers, the best one where boxing costs nothing: every label at its least."""
+        self.multipliers = Proof(self.classes())
+        return checked_bound(Problem(self.variables, []), self.multipliers)
+
     def seconds(self, assignment: Assignment) -> float:
         """Returns what an assignment takes, bytes for nothing."""
         return total(self.problem, self.labels(assignment))
@@ -55,7 +68,8 @@ class Space(LayoutProblem):
     def proof(self) -> Proof:
         """The multipliers that bound all plans."""
         if self.multipliers is None:
-            self.multipliers = Bounder(self.problem, fold(self.problem, self.classes())).proof
+            self.bound()
+        assert self.multipliers is not None
         return self.multipliers
 
     @property
@@ -86,6 +100,13 @@ class Space(LayoutProblem):
 
         apart: so many blocks at either end of a run of blocks stay on their own.
         """
+        known = (self.same_layouts or self).class_numbers
+        if apart not in known:
+            known[apart] = self.found_classes(apart)
+        return known[apart]
+
+    def found_classes(self, apart: int) -> list[int]:
+        """Returns `classes`, found in the graph."""
         numbers: dict[Any, int] = {}
         keys = ((at, (*place, id(self.tables[at]))) for at, place in self.block_places(apart))
         classes = {at: numbers.setdefault(key, len(numbers)) for at, key in keys}

@@ -297,16 +297,16 @@ class MemorySearch:
 
     # --- bounds -------------------------------------------------------------------------------------------------------
 
-    def sharpen(self) -> None:
-        """Raises the bound at the prices of rows at the best plan's peak, too; in small problems by messages on the
-        unfolded problem, and by the program on all labels that can be in a better plan."""
+    def sharpen(self, exact: bool) -> None:
+        """Raises the bound at the prices of rows at the best plan's peak, too; if `exact`, in small problems by
+        messages on the unfolded problem, and by the program on all labels that can be in a better plan."""
         assert self.best is not None
         if self.gap <= (GOOD if self.large else 0.0):
             return
         for name in list(peak_calls(self.best.plan, self.gm, NEAR_LIMIT * self.limit))[:1]:
             self.moments.setdefault(name, self.moment(name))
         self.bound_at(self.lp_prices())
-        if self.large or self.gap == 0.0:
+        if not exact or self.large or self.gap == 0.0:
             return
         _, problem, allowed = self.priced()
         whole = Bounder(problem, fold(problem, range(len(problem.variables))), total(problem, self.best.labels))

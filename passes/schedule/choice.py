@@ -2,18 +2,19 @@
 
 A plan that is busy for C seconds of computing and M_l on link l takes T >= max(C, M_1, ...). So for weights w that
 sum to 1, T >= w_0 C + sum w_l M_l, and the least of that over all plans is a layout problem with scaled costs, whose
-certified bound is a bound of T. The weights at which the plans so far cost most give the best bound that one more
-problem can give, and the next plan. Collectives that go in one message share a latency, so in these problems there
-is none.
+certified bound is a bound of T. Plans are looked for at equal weights and halfway to those at which the plans so far
+cost most; bounds, which cost more time, at weights of computing alone, where every call is at its least, and once
+near the weights at which all plans cost most, if those leave much. Collectives that go in one message share a
+latency, so in these problems there is none.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from sbpc.mesh.cluster import LINKS
 from sbpc.mesh.mesh import Mesh
@@ -24,8 +25,26 @@ from sbpc.plans.timeline import ACROSS, COMPUTE, INSIDE, STREAMS, works
 
 Weights = Mapping[str, float]
 GRID, LEAST = 32, 1 / 1024  # weights are multiples of one part of GRID, or, of all but one stream, as small as LEAST
-# fraction of the seconds by which two plans may differ and count as equally fast: the one that computes less is taken
+# fraction of the seconds by which two plans may differ and count as about as fast, so that computing counts, too
 EQUAL = 1e-2
+CLOSE = 1e-3  # fraction by which a plan is busy for longer than a bound, below which no other plan is looked for
+LOOSE = 5e-2  # fraction by which a bound is to be below what plans are busy for, that a better one is looked for
+
+
+class Layouts(Prover, Protocol):
+    """The layout problem of a graph at some weights."""
+
+    def solve(self, *, bounded: bool) -> tuple[Assignment, float]:
+        """Returns the cheapest assignment that was found. bounded: whether a bound is looked for."""
+
+    def bound(self) -> float:
+        """Returns a bound of all assignments."""
+
+    def bound_apart(self) -> float:
+        """Returns the bound of every call by itself."""
+
+
+LayoutsAt = Callable[[Weights], Layouts]
 
 
 @dataclass
@@ -56,7 +75,7 @@ class Overlap:
         if bound > self.bound:
             self.best, self.share, self.bound = best, 1.0, bound
 
-    def improve_by_computing(self, mesh: Mesh, solve: Callable[[Mesh], tuple[Prover, Assignment, float]]) -> None:
+    def improve_by_computing(self, layouts_at: LayoutsAt) -> None:
         """Takes the bound of computing alone if it is better: every kernel, with its start, in the fastest of its
         layouts.
 
@@ -64,8 +83,8 @@ class Overlap:
         the sum of what each call takes at its fastest by itself. Kernels run one after the other on a device,
         whatever its links do beside them.
         """
-        computing, _, bound = solve(weighted(mesh, dict.fromkeys(STREAMS, 0.0) | {COMPUTE: 1.0}))
-        self.improve(computing, bound)
+        computing = layouts_at(dict.fromkeys(STREAMS, 0.0) | {COMPUTE: 1.0})
+        self.improve(computing, computing.bound_apart())
         self.least = computing.least
 
     @property
@@ -94,7 +113,7 @@ class Overlap:
 def choose(
     plan: Plan,
     options: Options,
-    solve: Callable[[Mesh], tuple[Prover, Assignment, float]],
+    layouts_at: LayoutsAt,
     others: Iterable[Assignment],
     made: Callable[[Assignment], Plan],
     rounds: int,
@@ -103,51 +122,70 @@ def choose(
     `others`.
 
     plan: the fastest one where nothing overlaps, with its bound and its prover; it fits into the memory that
-    `options` name. options: of the plan to be returned. solve: plans for a mesh whose costs are scaled; it returns
-    the prover, the assignment and the bound. made: makes the plan of an assignment. rounds: how many weights are
-    tried, equal ones first; none: nothing is solved.
+    `options` name. options: of the plan to be returned. layouts_at: makes the layout problem at some weights.
+    made: makes the plan of an assignment. rounds: how many weights are tried, equal ones first; none: nothing is
+    solved.
     """
     streams, prover = streams_of(plan.mesh), Overlap.of(plan)
-    candidates = [overlapped(each, options) for each in (plan, *map(made, others))]
-    middle = dict.fromkeys(streams, 1 / len(streams))  # the weights of the best bound
+    known, candidates = [plan.assignment], [overlapped(plan, options)]
+    equal = dict.fromkeys(streams, 1 / len(streams))
+
+    def offer(assignment: Assignment) -> None:
+        if assignment not in known:
+            known.append(assignment)
+            candidates.append(overlapped(made(assignment), options))
+
+    for other in others:
+        offer(other)
+    if rounds:
+        prover.improve_by_computing(layouts_at)
     for turn in range(rounds):
-        weights = middle
-        if turn or prover.share:
+        weights = equal
+        if turn or not has_latency(plan.mesh):  # without latencies the plan is that of equal weights
             weights, most = heaviest(streams, list(map(bare_seconds, candidates)))
-            if most <= prover.bound * (1 + EQUAL):
+            if most <= prover.bound * (1 + (EQUAL if turn else CLOSE)):
                 break
-        if turn:  # halfway, or they jump to and fro
-            weights = {stream: (weights[stream] + middle[stream]) / 2 for stream in streams}
-        space, assignment, bound = solve(weighted(plan.mesh, weights))
-        middle = weights if bound > prover.bound else middle
-        prover.improve(space, bound)
-        candidates.append(overlapped(made(assignment), options))
-    limit = options.memory or math.inf
-    best = fastest([candidates[0], *(each for each in candidates[1:] if each.cost.memory["total"] <= limit)])
-    if rounds and prover.bound < best.cost.compute_seconds:
-        prover.improve_by_computing(plan.mesh, solve)
+        if turn:  # halfway: the layouts of equal weights are good ones, the bound of the others is
+            weights = {stream: (weights[stream] + equal[stream]) / 2 for stream in streams}
+        layouts = layouts_at(weights)
+        offer(layouts.solve(bounded=False)[0])
+    weights, most = heaviest(streams, list(map(bare_seconds, candidates)))
+    if rounds and most > prover.bound * (1 + LOOSE):  # equal parts again, as links that cost nothing prove nothing
+        layouts = layouts_at({stream: (3 * weights[stream] + equal[stream]) / 4 for stream in streams})
+        prover.improve(layouts, layouts.bound())
+    best = fastest(candidates, options.memory or math.inf)
     return overlapped(best, options, prover, min(prover.bound, best.cost.seconds), plan.lower_bound)
 
 
-def bounded(plan: Plan, options: Options, solve: Callable[[Mesh], tuple[Prover, Assignment, float]]) -> Plan:
+def bounded(plan: Plan, options: Options, layouts_at: LayoutsAt) -> Plan:
     """Returns the overlapped step of a plan under a memory limit. Its bound holds for all plans, whatever memory
     they take.
 
-    plan: solved as if nothing overlapped. options: of the plan to be returned. solve: as of `choose`.
+    plan: solved as if nothing overlapped. options: of the plan to be returned. layouts_at: as of `choose`.
     """
     prover, alone, streams = Overlap.of(plan), overlapped(plan, options), streams_of(plan.mesh)
-    if not prover.share:
-        space, _, bound = solve(weighted(plan.mesh, dict.fromkeys(streams, 1 / len(streams))))
-        prover.improve(space, bound)
-    if prover.bound < alone.cost.compute_seconds:
-        prover.improve_by_computing(plan.mesh, solve)
-    return overlapped(plan, options, prover, min(prover.bound, alone.cost.seconds), plan.lower_bound)
+    prover.improve_by_computing(layouts_at)
+    equal = dict.fromkeys(streams, 1 / len(streams))
+    # no bound of equal weights is above what this plan costs at them
+    if has_latency(plan.mesh) and sum(bare_seconds(alone).values()) / len(streams) > prover.bound:
+        layouts = layouts_at(equal)
+        prover.improve(layouts, layouts.bound())
+    return overlapped(alone, options, prover, min(prover.bound, alone.cost.seconds), plan.lower_bound)
 
 
-def fastest(plans: list[Plan]) -> Plan:
-    """Returns the plan that computes least of those that are about as fast as the fastest."""
-    most = min(plan.cost.seconds for plan in plans) * (1 + EQUAL)
-    return min((plan for plan in plans if plan.cost.seconds <= most), key=lambda plan: plan.cost.compute_seconds)
+def fastest(plans: Sequence[Plan], limit: float) -> Plan:
+    """Returns of the plans that are about as fast as the fastest the one whose step and computing take least together.
+
+    limit: of bytes, which the first plan keeps. One that has more to do on a stream than another's step takes is not
+    scheduled.
+    """
+    most, near = math.inf, list[Plan]()
+    for plan in plans:
+        if max(bare_seconds(plan).values()) <= most and (not near or plan.cost.memory["total"] <= limit):
+            near.append(plan)
+            most = min(most, plan.cost.seconds * (1 + EQUAL))
+    near = [plan for plan in near if plan.cost.seconds <= most]
+    return min(near, key=lambda plan: plan.cost.seconds + plan.cost.compute_seconds)
 
 
 def overlapped(

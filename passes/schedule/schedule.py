@@ -45,11 +45,16 @@ def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None) -> Gra
     after, kinds = must_wait(boxed), {node: kind_of(node) for node in calls if work[node].latency}
     most = SLACK * (Life.of(boxed, mesh).peak + panel_bytes(boxed, mesh)) if budget is None else budget
     tried: set[Hashable] = set()
+
+    def timed(window: float, rule: str, share: float) -> tuple[float, Order, Buckets]:
+        order, buckets = list_schedule(calls, work, window, rule, after, kinds, share)
+        return seconds_of(order, buckets, work, mesh.cluster), order, buckets
+
     for window in (each for each in WINDOWS if each == math.inf or each < len(calls)):
-        orders = [list_schedule(calls, work, window, rule, after, kinds, SHARES[0]) for rule in RULES]
-        best = min(zip(orders, RULES), key=lambda way: seconds_of(way[0][0], way[0][1], work, mesh.cluster))[1]
-        orders += [list_schedule(calls, work, window, best, after, kinds, share) for share in SHARES[1:] if kinds]
-        for order, buckets in sorted(orders, key=lambda way: seconds_of(way[0], way[1], work, mesh.cluster)):
+        orders = [timed(window, rule, SHARES[0]) for rule in RULES]
+        best = RULES[min(range(len(RULES)), key=lambda at: orders[at][0])]
+        orders += [timed(window, best, share) for share in SHARES[1:] if kinds]
+        for _, order, buckets in sorted(orders, key=lambda way: way[0]):
             key = tuple(order), tuple(buckets.items())
             if key in tried:
                 continue

@@ -24,7 +24,7 @@ from sbpc.passes.loop.micro_batches import in_halves
 from sbpc.passes.loop.recompute import blocks_of
 from sbpc.passes.panels.choice import faster_in_panels
 from sbpc.passes.pipeline import Stages, finish, make_chunk, make_plan, searched
-from sbpc.passes.schedule.choice import Overlap, bare_seconds, heaviest, overlapped, streams_of, weighted
+from sbpc.passes.schedule.choice import Overlap, Weights, bare_seconds, heaviest, overlapped, streams_of, weighted
 from sbpc.passes.stages.balance import between_blocks, blocks_at, places_of
 from sbpc.passes.stages.cut import cut
 from sbpc.passes.stages.plan_stages import chunks_of, staged
@@ -189,17 +189,17 @@ def beside(plan: Plan, asked: Wishes) -> list[Plan]:
     prover = Overlap.of(plan)
     assignments = [plan.assignment]
 
-    def solve(where: Mesh) -> tuple[Space, Assignment, float]:
-        space = Space(plan.annotated, where, asked.nodes, asked.outputs)
-        return space, *space.solve(exact=False)
+    def layouts_at(weights: Weights) -> Space:
+        return Space(plan.annotated, weighted(mesh, weights), asked.nodes, asked.outputs)
 
     if mesh.cluster.name != "ideal":  # where the layouts that send least are as good as any
         most, _ = heaviest(streams, [bare_seconds(plan)])
         weights = {stream: (most[stream] + 1 / len(streams)) / 2 for stream in streams}
-        space, assignment, bound = solve(weighted(mesh, weights))
+        space = layouts_at(weights)
+        assignment, bound = space.solve(exact=False)
         prover.improve(space, bound)
         assignments.append(assignment)
-    prover.improve_by_computing(mesh, solve)
+    prover.improve_by_computing(layouts_at)
     bounds: dict[str, Any] = {"lower_bound": prover.bound, "serial_bound": plan.lower_bound, "prover": prover}
     return [plan.with_layouts(each, **bounds) for each in assignments]
 

@@ -42,12 +42,8 @@ class Bounder:
         self.folded, self.big_m = folded, big_m(folded.problem, seconds)
         part = blocks(folded)
         self.bundles = part.bundles
-        self.messages = self.messages_of(part.problem)
+        self.messages = messages_of(part.problem, self.big_m)
         self.solve(problem)
-
-    def messages_of(self, problem: Problem) -> Messages:
-        """Returns messages in the precision of a problem."""
-        return Messages(problem, self.big_m, np.float32 if is_wide(problem) else np.float64)
 
     def solve(self, problem: Problem) -> None:
         """Finds multipliers of the problem, which may have other label costs than the one before."""
@@ -56,7 +52,7 @@ class Bounder:
         self.multipliers: dict[Slot, Array] = {}
         self.shares: dict[int, list[Array]] = {}  # of costs, by number of a bundle
         self.messages.reprice(part.problem)
-        raise_bound(self.messages)
+        raised(self.messages)
         self.take(part, self.messages)
         self.labels, self.reduced_costs = self.messages.decode(), self.messages.reduced_costs()
         if not self.folded.trivial:
@@ -76,14 +72,6 @@ class Bounder:
                     self.multipliers[bundle.slots[place]] = multipliers / (unit * bundle.multiplicity[place])
             if len(shares.get(number, ())) == len(bundle.slots) - 1 > 0:  # of all consumers
                 self.shares[at] = [share / unit for share in shares[number]]
-
-    def folded_reduced_costs(self) -> list[Array]:
-        """Returns reduced costs by messages of the folded problem itself, which knows the ends of runs of blocks.
-        They go on from those of the blocks. Their bound is one only of plans in which a class has one label."""
-        messages = self.messages_of(self.folded.problem)
-        messages.start_from(self.messages, self.bundles)
-        raise_bound(messages)
-        return messages.reduced_costs()
 
     def below(self, seconds: float) -> Subset | None:
         """Returns the labels and aliases with which a plan may cost at most `seconds`; None if there is no such plan.
@@ -109,8 +97,7 @@ class Bounder:
         part, single = self.ends()
         if not part.problem.variables:
             return
-        messages = self.messages_of(part.problem)
-        raise_bound(messages, self.messages.bound)
+        messages = raised(messages_of(part.problem, self.big_m), self.messages.bound)
         self.take(part, messages)
         for at, costs in zip(single, messages.reduced_costs()):
             self.reduced_costs[at] = costs
@@ -147,6 +134,21 @@ def is_wide(problem: Problem) -> bool:
     return problem.variables[0].digits.shape[1] >= WIDE
 
 
+def messages_of(problem: Problem, most: float) -> Messages:
+    """Returns messages in the precision of a problem. most: seconds at which boxings are cut off."""
+    return Messages(problem, most, np.float32 if is_wide(problem) else np.float64)
+
+
+def folded_messages(
+    folded: Folded, of_blocks: Messages, bundles: Sequence[int], most: float, stalled: float = STALLED
+) -> Messages:
+    """Returns messages of the folded problem itself, which knows the ends of runs of blocks. They go on from those of
+    the blocks. Their bound is one only of plans in which a class has one label."""
+    messages = messages_of(folded.problem, most)
+    messages.start_from(of_blocks, bundles)
+    return raised(messages, stalled=stalled)
+
+
 def certify(problem: Problem, finer: Sequence[int], seconds: float, limit: float) -> tuple[float, Proof]:
     """Returns the best bound found in about `limit` CPU seconds, and its proof; the first bound is not cut short.
 
@@ -180,16 +182,18 @@ class SubProblem:
     units: list[float] = field(default_factory=list)
 
 
-def raise_bound(messages: Messages, rest: float = 0.0) -> None:
-    """Sweeps until rounds stall, first along paths, then with equal parts. rest: what the whole bound has besides."""
+def raised(messages: Messages, rest: float = 0.0, stalled: float = STALLED) -> Messages:
+    """Returns the messages after sweeps until rounds stall, first along paths, then with equal parts. rest: what the
+    whole bound has besides. stalled: see STALLED."""
     for follow in (True, False):
         messages.follow_paths(follow)
         for _ in range(ROUNDS):
             before = messages.bound
             for _ in range(BALANCE):
                 messages.sweep()
-            if messages.bound - before <= STALLED * max(abs(messages.bound), rest):
+            if messages.bound - before <= stalled * max(abs(messages.bound), rest):
                 break
+    return messages
 
 
 def blocks(folded: Folded) -> SubProblem:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sbpc.solver.bounder import Bounder, is_wide
+from sbpc.solver.bounder import STALLED, Bounder, blocks, folded_messages, is_wide, messages_of, raised
 from sbpc.solver.fold import fold
 from sbpc.solver.highs import cheapest, relax, support
-from sbpc.solver.messages.trws import big_m
+from sbpc.solver.messages.trws import Messages, big_m
 from sbpc.solver.problem import Labels, Problem, Proof, Solution, gap_of, total, validate, with_ports
 from sbpc.solver.program import columns_of
 from sbpc.solver.subsets import around, least_reduced
@@ -21,6 +21,8 @@ progress = logging.getLogger("sbpc.progress")
 PLAN_GAP = 7e-3  # above it a restricted program looks for a better plan
 BOUND_GAP = {False: 1e-2, True: 3e-2}  # above it finer classes raise the bound; by whether the problem is wide
 EACH, OWN = 8, 2  # labels a variable of a restricted program: by reduced costs; by each of two more orders
+# as STALLED, for messages of a wide problem of which a plan is asked alone: the same plans in half the sweeps
+ENOUGH = 4e-3
 COLUMNS = 50_000  # of a program of all labels below the gap, at most: it takes some two seconds
 NEAR_ENOUGH = 3e-4  # the gap to which a restricted program is solved
 
@@ -69,6 +71,24 @@ class Search:
         """Tells what a step gave."""
         progress.debug("assign: %s: %.4g s, gap %.2f %%", name, self.seconds, 100 * self.gap)
 
+    def find_plan(self) -> None:
+        """Looks for a plan without a bound of the whole problem."""
+        part, most = blocks(self.folded), big_m(self.folded.problem)
+        stalled = ENOUGH if is_wide(self.problem) else STALLED
+        messages = raised(messages_of(part.problem, most), stalled=stalled)
+        if not self.folded.trivial:
+            messages = folded_messages(self.folded, messages, part.bundles, most, stalled)
+        self.solve_near(messages, [])
+
+    def solve_near(self, messages: Messages, reduced_costs: list[list[np.ndarray]]) -> None:
+        """Takes the plan of messages of the folded problem, whose bound is one of plans in which a class has one label,
+        and looks for a better one among labels of least reduced cost if that is far. reduced_costs: others to go by
+        first."""
+        self.offer(messages.decode())
+        if gap_of(self.seconds, messages.bound) > PLAN_GAP:
+            orders = [*reduced_costs, messages.reduced_costs()]
+            self.offer(restricted_program(self.folded.problem, self.labels, orders, self.scale) or self.labels)
+
     @property
     def scale(self) -> float:
         """About what plans cost."""
@@ -77,8 +97,11 @@ class Search:
     def solve_restricted(self, bounder: Bounder) -> None:
         """Looks for a better plan among labels of least reduced cost: by the bound of the blocks, and by that of the
         folded problem, which knows the ends."""
-        reduced_costs = [bounder.reduced_costs, *([] if self.folded.trivial else [bounder.folded_reduced_costs()])]
-        self.offer(restricted_program(self.folded.problem, self.labels, reduced_costs, self.scale) or self.labels)
+        if self.folded.trivial:
+            self.solve_near(bounder.messages, [])
+        else:
+            messages = folded_messages(self.folded, bounder.messages, bounder.bundles, bounder.big_m)
+            self.solve_near(messages, [bounder.reduced_costs])
 
     def refined(self, bounder: Bounder, partitions: Sequence[Sequence[int]]) -> Bounder:
         """Looks for a better bound with one partition into classes after the other while the gap is large; returns
@@ -137,18 +160,23 @@ def solve(
     classes: Sequence[int] | None = None,
     finer: Sequence[int] | None = None,
     exact: bool = True,
+    bounded: bool = True,
 ) -> Solution:
     """Returns the cheapest plan that was found and a bound of all plans; the same in every run.
 
     starts: plans to begin from. classes: a number per variable; variables of one number are solved as one. finer:
     classes in which the ends of runs of equal blocks are on their own, for a better bound. Unless `exact` is false,
     these are tried, and the plan is known to be the best one if few labels of the unfolded problem lie below the gap.
+    bounded: whether a bound is looked for; without, `starts` are no help.
     """
     validate(problem)
     if not problem.variables:
         return Solution([], 0.0, 0.0, True)
     problem, every = with_ports(problem), range(len(problem.variables))
     search = Search(problem, every if classes is None else classes)
+    if not bounded:
+        search.find_plan()
+        return search.solution()
     bounder = Bounder(problem, search.folded)
     for labels in (bounder.labels, *map(search.folded.fold, starts)):
         search.offer(labels)
