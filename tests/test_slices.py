@@ -203,3 +203,25 @@ def test_what_cannot_be_sliced_is_refused(make: Callable[[], Any], slices: int, 
     model, args = make()
     with pytest.raises((PlanError, SbpcError), match=said):
         sbpc.plan(model, args, Mesh(p=2), slices=slices)
+
+
+def each(logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss of each flattened row."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y, t: each(y, t).view(-1, 4).mean(0).square().mean(),
+        lambda y, t: F.cross_entropy(y.flatten(0, 1), (t.flatten() + torch.arange(BATCH * SEQ)) % VOCAB),
+        lambda y, t: each(y, t)[::2].square().mean(),
+    ],
+    ids=["dims of their own", "beside a value in blocks", "every other row"],
+)
+def test_flattened_rows_of_a_part_are_not_taken_for_a_block(loss: Loss) -> None:
+    """Rows of the same positions of every sample would else be read as those of one sample after the other."""
+    torch.manual_seed(0)
+    args = tuple(torch.randint(0, VOCAB, (2, BATCH, SEQ)))
+    with pytest.raises(PlanError, match="with its rows flattened"):
+        sbpc.plan(Small(loss), args, Mesh(p=1), slices=6)
