@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Mesh
 from sbpc.cli.main import main
-from sbpc.errors import PlanError, SbpcError
+from sbpc.errors import MemoryLimitError, PlanError, SbpcError
 from sbpc.graph.about import SLICE
 from tests import models
 from tests.compare import largest_error
@@ -156,6 +156,26 @@ def test_a_tight_memory_makes_slices_and_a_free_plan_has_none() -> None:
     assert tight.memory["total"] <= 0.6 * free.memory["total"]
     mlp, inputs = models.mlp()  # has no head
     assert sbpc.plan(mlp, inputs, Mesh(p=2), memory=1e6).options.slices is None
+
+
+class Headed(nn.Module):
+    """An embedding and a head whose weight is as large as the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(600, 24), nn.Linear(24, 600, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Returns the loss."""
+        return F.cross_entropy(self.head(self.embed(tokens)).flatten(0, 1), tokens.flatten())
+
+
+def test_what_fits_without_slices_alone_has_none() -> None:
+    asked = Headed(), (torch.randint(0, 600, (2, 12)),), Mesh(p=1)
+    least = sbpc.plan(*asked, slices=1).memory["total"]
+    with pytest.raises(MemoryLimitError):
+        sbpc.plan(*asked, memory=least, slices=4)
+    assert sbpc.plan(*asked, memory=least).options.slices is None
 
 
 def test_a_file_of_a_plan_in_slices_is_read_back(tmp_path: Path) -> None:
