@@ -190,6 +190,11 @@ def test_a_folder_that_cannot_be_written_is_done_without(tmp_path: Path, monkeyp
     assert planned("serial").cached is None and planned("serial").cached is None
 
 
+def test_a_folder_that_cannot_be_looked_into_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBPC_CACHE", "/name" * 1_000)  # too long; that of another user is refused alike
+    assert planned("serial").cached is None
+
+
 def test_the_oldest_plans_make_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = 0
     for ranks in (2, 4, 8):

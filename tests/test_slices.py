@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Mesh
 from sbpc.cli.main import main
-from sbpc.errors import PlanError, SbpcError
+from sbpc.errors import MemoryLimitError, PlanError, SbpcError
 from sbpc.graph.about import SLICE
 from tests import models
 from tests.compare import largest_error
@@ -158,6 +158,26 @@ def test_a_tight_memory_makes_slices_and_a_free_plan_has_none() -> None:
     assert sbpc.plan(mlp, inputs, Mesh(p=2), memory=1e6).options.slices is None
 
 
+class Headed(nn.Module):
+    """An embedding and a head whose weight is as large as the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(600, 24), nn.Linear(24, 600, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Returns the loss."""
+        return F.cross_entropy(self.head(self.embed(tokens)).flatten(0, 1), tokens.flatten())
+
+
+def test_what_fits_without_slices_alone_has_none() -> None:
+    asked = Headed(), (torch.randint(0, 600, (2, 12)),), Mesh(p=1)
+    least = sbpc.plan(*asked, slices=1).memory["total"]
+    with pytest.raises(MemoryLimitError):
+        sbpc.plan(*asked, memory=least, slices=4)
+    assert sbpc.plan(*asked, memory=least).options.slices is None
+
+
 def test_a_file_of_a_plan_in_slices_is_read_back(tmp_path: Path) -> None:
     model, args = small("shifted")
     plan = sbpc.plan(model, args, Mesh(p=2, cluster="h100"), slices=2)
@@ -203,3 +223,25 @@ def test_what_cannot_be_sliced_is_refused(make: Callable[[], Any], slices: int, 
     model, args = make()
     with pytest.raises((PlanError, SbpcError), match=said):
         sbpc.plan(model, args, Mesh(p=2), slices=slices)
+
+
+def each(logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss of each flattened row."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y, t: each(y, t).view(-1, 4).mean(0).square().mean(),
+        lambda y, t: F.cross_entropy(y.flatten(0, 1), (t.flatten() + torch.arange(BATCH * SEQ)) % VOCAB),
+        lambda y, t: each(y, t)[::2].square().mean(),
+    ],
+    ids=["dims of their own", "beside a value in blocks", "every other row"],
+)
+def test_flattened_rows_of_a_part_are_not_taken_for_a_block(loss: Loss) -> None:
+    """Rows of the same positions of every sample would else be read as those of one sample after the other."""
+    torch.manual_seed(0)
+    args = tuple(torch.randint(0, VOCAB, (2, BATCH, SEQ)))
+    with pytest.raises(PlanError, match="with its rows flattened"):
+        sbpc.plan(Small(loss), args, Mesh(p=1), slices=6)

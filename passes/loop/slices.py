@@ -12,6 +12,7 @@ rows alike. So within the head views may carry a cut of positions into the flatt
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -34,6 +35,7 @@ from sbpc.rules.binding import Signature
 
 VIEWS = "_unsafe_view", "reshape", "view"
 LEAVE = "Leave slices= out."
+BLOCKS, POSITIONS = "blocks", "positions"  # how a dim is cut: in blocks, or as flattened rows by their positions
 SHARE, MOST = 1 / 16, 16  # of the memory; slices, where nobody says how many
 
 
@@ -56,8 +58,7 @@ def in_slices(gm: GraphModule, count: int) -> GraphModule:
             wishes[node.name] = Wish(((0, B),), reason="slices=, outside of the head")
     mesh = Mesh(cluster=without_joins(CLUSTERS["ideal"], ("all_to_all",)), **{AXIS: count})
     boxed = boxed_for(own, mesh, Options(), wishes, PlanError)
-    for node in boxed.graph.nodes:
-        check_parts(node, positions)
+    check_rows(boxed)
     unroller = Unroller(own, boxed, count)
     copies = unroller.run()
     for node in copies.graph.nodes:
@@ -183,12 +184,57 @@ def carry(node: Node, positions: int) -> None:
         set_candidates(node, replace(candidates, signatures=tuple(cuts), divides=divides))
 
 
-def check_parts(node: Node, positions: int) -> None:
-    """Raises PlanError where the parts of a value would be joined, or cut, that are not blocks of it."""
-    step = node.meta.get("step")
-    if step is None:
-        return
-    for (state,) in (step.before.states, step.after.states):
-        if isinstance(state, Split) and node.meta["val"].shape[state.dim] != positions:
-            todo = f"Give the loss logits and targets whose dims are samples and positions. {LEAVE}"
-            raise PlanError(at_node("slices=, and this value is needed with its rows flattened", node, todo))
+def check_rows(boxed: GraphModule) -> None:
+    """Raises PlanError where flattened rows that are cut by positions are read as if they were blocks: joined or cut
+    anew, beside a value in blocks, by a view into other dims, or by an op to which the place of a row matters."""
+    kinds = dict[
+        tuple[Node, int], frozenset[str]
+    ]()  # by value, how it is cut; empty where it is not, or rows are equal
+    for node in boxed.graph.nodes:
+        if "step" in node.meta:
+            if POSITIONS in kinds[value_of(operands(node)[0])]:
+                raise flattened(node)
+            (after,) = node.meta["step"].after.states
+            kinds[node, 0] = frozenset({BLOCKS} if isinstance(after, Split) else ())
+        elif (choice := node.meta.get("choice")) is not None:
+            match, (signature,) = node.meta.get("match"), choice.signatures
+            cut = frozenset() if match is None else cut_of(node, signature, kinds)
+            for at, state in enumerate(signature.outputs):
+                made = frozenset({BLOCKS}) if match is None else cut
+                if isinstance(state, Split) and match is not None:
+                    factors = match.bound.outputs[at].dims[state.dim].factors
+                    made = through(node, cut, factors, signature.factor, (BLOCKS, POSITIONS))
+                kinds[node, at] = made if isinstance(state, Split) else frozenset()
+
+
+def cut_of(node: Node, signature: Signature, kinds: Mapping[tuple[Node, int], frozenset[str]]) -> frozenset[str]:
+    """Returns how the factor is cut that a call splits."""
+    match, found = node.meta["match"], frozenset[str]()
+    for state, used, value in zip(signature.inputs, operands(node), match.bound.inputs):
+        if isinstance(state, Split):
+            factors = value.dims[state.dim].factors
+            found |= through(node, kinds[value_of(used)], factors, signature.factor, (POSITIONS, BLOCKS))
+    if signature.factor in match.shifts:
+        found |= {BLOCKS}
+    if len(found) > 1:
+        raise flattened(node)
+    return found
+
+
+def through(
+    node: Node, kind: frozenset[str], factors: Sequence[str], factor: str | None, last: tuple[str, str]
+) -> frozenset[str]:
+    """Returns how a factor is cut whose dim is cut so, or the other way round. last: of a factor that is the last one
+    of several of a dim, how the one is cut, and how the other one then is."""
+    if len(factors) == 1 or not kind:
+        return kind
+    is_last = factors[-1] == factor
+    if kind != {last[0] if is_last else BLOCKS}:
+        raise flattened(node)
+    return frozenset({last[1]}) if is_last else kind
+
+
+def flattened(node: Node) -> PlanError:
+    """Returns the error about a call that needs flattened rows in their order."""
+    todo = f"Give the loss logits and targets whose dims are samples and positions. {LEAVE}"
+    return PlanError(at_node("slices=, and this value is needed with its rows flattened", node, todo))

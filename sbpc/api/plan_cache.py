@@ -96,10 +96,10 @@ def code() -> str:
 
 def recalled(file: Path, step: Captured, mesh: Mesh, asked: Options) -> Plan | None:
     """Returns the plan in a file, None if there is none, or one that is damaged."""
-    if not file.exists():
-        return None
     start = time.process_time()
     try:
+        if not file.exists():
+            return None
         decoder = plan_file.decode(file)
         with decoder.reading():
             plan = plan_in(decoder, known=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -48,9 +49,17 @@ class Task:
 
     def planned(self, mesh: Mesh, options: Options) -> Plan:
         """Returns the plan with stages along an axis; without one that of a loop, where micro-batches are asked for
-        and the step is one."""
-        task, options = self.sliced(mesh, options)
-        return task.in_chunks(mesh, options)
+        and the step is one. Slices that nobody asked for are left out where no plan fits with them: each adds a
+        gradient of the head's weight to the last, which may be larger than its logits."""
+        task, asked = self.sliced(mesh, options)
+        try:
+            return task.in_chunks(mesh, asked)
+        except MemoryLimitError:
+            if asked.slices == options.slices:
+                raise
+            with suppress(MemoryLimitError):
+                return self.in_chunks(mesh, options)
+            raise
 
     def sliced(self, mesh: Mesh, options: Options) -> tuple[Task, Options]:
         """Returns the step with its head in slices, and options that say in how many."""
