@@ -26,7 +26,7 @@ from torch.fx.node import map_arg
 from sbpc._compat import rename
 from sbpc.boxing.steps import Step
 from sbpc.errors import LayoutError, PinError, PlanError
-from sbpc.graph.about import must_wait
+from sbpc.graph.about import SLICE, must_wait
 from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import results
 from sbpc.graph.rewrite import Writer, mode_of, put, rebuild
@@ -99,9 +99,10 @@ def without_joins(cluster: Cluster, joins: Sequence[str] = JOINS) -> Cluster:
     return replace(cluster, collectives=(*others, *(Rate(name, efficiency=1e-3) for name in joins), never))
 
 
-def one_by_one(gm: GraphModule, copy_of: Mapping[str, int]) -> GraphModule:
+def one_by_one(gm: GraphModule, copy_of: Mapping[str, int], in_place: bool = False) -> GraphModule:
     """Returns the graph in another order: what can run goes first if it is shared, then if an earlier copy needs it.
 
+    in_place: what is shared and no copy needs stays behind what it stood behind, as the copies are a part of a step.
     copy_of: the number of its copy by the name of a node that is not shared. A count of all targets is a sum of what
     every copy has, and the backward of the first copy needs it: the parts of the sum go before the rest of the later
     copies.
@@ -114,9 +115,13 @@ def one_by_one(gm: GraphModule, copy_of: Mapping[str, int]) -> GraphModule:
     shared = len(copy_of)  # more than any copy
     needed = dict.fromkeys(nodes, shared)  # by node, the first copy that needs it
     for node in reversed(nodes):
-        needed[node] = min([copy_of.get(node.name, shared), *map(needed.__getitem__, node.users)])
+        needed[node] = min([copy_of.get(node.name, node.meta.get(SLICE, shared)), *map(needed.__getitem__, node.users)])
 
-    def priority(node: Node) -> tuple[int, int]:
+    start = min((number[node] for node in nodes if node.name in copy_of), default=0)
+
+    def priority(node: Node) -> tuple[int, ...]:
+        if in_place:
+            return min(number[node], start) if needed[node] < shared else number[node], needed[node], number[node]
         return needed[node] if node.name in copy_of else -1, number[node]
 
     return rebuild(gm, order=networkx.lexicographical_topological_sort(order, key=priority))

@@ -66,7 +66,7 @@ def in_slices(gm: GraphModule, count: int) -> GraphModule:
         added = max(parts, default=-1) if node.target is ADD["sum"] else -1  # to what is there of the parts before
         if (at := unroller.copy_of.get(node.name, added)) >= 0:
             node.meta[SLICE] = at
-    return annotate(one_by_one(copies, unroller.copy_of))
+    return annotate(one_by_one(copies, unroller.copy_of, in_place=True))
 
 
 def logits_of(gm: GraphModule) -> Node:
