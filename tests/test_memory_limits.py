@@ -334,7 +334,7 @@ def test_of_a_call_that_is_taken_apart_a_result_that_nothing_reads_is_alive_no_l
     )
 
 
-WIDE, SMALL = Mesh(x=4, cluster="a100"), Mesh(x=2, y=2, cluster="h100")
+WIDE, SMALL = Mesh(x=4, cluster=models.bare("a100")), Mesh(x=2, y=2, cluster=models.bare("h100"))
 PROVED = [
     ("mlp", {"batch": 512, "width": 96, "hidden": 384}, WIDE, 0.7),
     ("vgg", {}, WIDE, 0.7),

@@ -49,7 +49,7 @@ class Mixture(nn.Module):
 def test_the_solver_splits_the_experts_where_it_is_cheapest(sizes: tuple[int, ...], groups: tuple[int, int]) -> None:
     """Nothing is pinned: gradients of whole experts would be far larger than what goes to the ranks of the chosen ones and back."""
     with torch.device("meta"):
-        model, x = Mixture(*sizes), torch.empty(*groups, sizes[0])
+        model, x = Mixture(*sizes).bfloat16(), torch.empty(*groups, sizes[0], dtype=torch.bfloat16)
     plan = sbpc.plan(model, (x,), Mesh(ranks=8, cluster="h100"), objective="serial")
     assert [str(plan.layout(name)) for name in ("up", "down", "gate.weight")] == ["[S(0)]", "[S(0)]", "[B]"]
     steps = [node for node in plan.boxed.graph.nodes if "step" in node.meta and node.meta["step"].collective in WIRE]

@@ -16,6 +16,7 @@ from sbpc import Mesh
 from sbpc.cli.main import main
 from sbpc.errors import MemoryLimitError, PlanError, SbpcError
 from sbpc.graph.about import SLICE
+from sbpc.passes.loop import slices
 from tests import models
 from tests.compare import largest_error
 
@@ -148,10 +149,13 @@ def test_the_logits_of_one_slice_are_alive(float64: None) -> None:
         assert products(plans[1]) == sorted(products(plans[1]))
 
 
-def test_a_tight_memory_makes_slices_and_a_free_plan_has_none() -> None:
+def test_a_tight_memory_makes_slices_and_a_free_plan_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     model, args = models.gpt2(batch=2, seq=64, vocab=3_000, width=24, heads=2, layers=1)
     free = sbpc.plan(model, args, Mesh(p=2, cluster="h100"))
-    tight = sbpc.plan(model, args, Mesh(p=2, cluster="h100"), memory=0.6 * free.memory["total"])
+    asked = model, args, Mesh(p=2, cluster="h100")
+    assert sbpc.plan(*asked, memory=0.6 * free.memory["total"]).options.slices is None  # too small to be worth it
+    monkeypatch.setattr(slices, "LEAST", 1)
+    tight = sbpc.plan(*asked, memory=0.6 * free.memory["total"])
     assert free.options.slices is None and (tight.options.slices or 1) > 1
     assert tight.memory["total"] <= 0.6 * free.memory["total"]
     mlp, inputs = models.mlp()  # has no head
@@ -170,7 +174,8 @@ class Headed(nn.Module):
         return F.cross_entropy(self.head(self.embed(tokens)).flatten(0, 1), tokens.flatten())
 
 
-def test_what_fits_without_slices_alone_has_none() -> None:
+def test_what_fits_without_slices_alone_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "LEAST", 1)
     asked = Headed(), (torch.randint(0, 600, (2, 12)),), Mesh(p=1)
     least = sbpc.plan(*asked, slices=1).memory["total"]
     with pytest.raises(MemoryLimitError):
@@ -208,7 +213,7 @@ class Flat(Small):
 
 
 @pytest.mark.parametrize(
-    ("make", "slices", "said"),
+    ("make", "count", "said"),
     [
         (lambda: small("flattened"), 5, "12 positions in 5 slices"),
         (lambda: (Returning(LOSSES["flattened"]), small("flattened")[1]), 2, "the model returns all the logits"),
@@ -219,10 +224,10 @@ class Flat(Small):
     ],
     ids=["no divisor", "logits returned", "flat targets", "no head", "none"],
 )  # fmt: skip
-def test_what_cannot_be_sliced_is_refused(make: Callable[[], Any], slices: int, said: str) -> None:
+def test_what_cannot_be_sliced_is_refused(make: Callable[[], Any], count: int, said: str) -> None:
     model, args = make()
     with pytest.raises((PlanError, SbpcError), match=said):
-        sbpc.plan(model, args, Mesh(p=2), slices=slices)
+        sbpc.plan(model, args, Mesh(p=2), slices=count)
 
 
 def each(logits: Tensor, targets: Tensor) -> Tensor:

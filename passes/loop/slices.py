@@ -36,7 +36,8 @@ from sbpc.rules.binding import Signature
 VIEWS = "_unsafe_view", "reshape", "view"
 LEAVE = "Leave slices= out."
 BLOCKS, POSITIONS = "blocks", "positions"  # how a dim is cut: in blocks, or as flattened rows by their positions
-SHARE, MOST = 1 / 16, 16  # of the memory; slices, where nobody says how many
+# where nobody says how many: the share of the memory, the number of slices, the bytes of the logits of one on a rank
+SHARE, MOST, LEAST = 1 / 16, 16, 1 << 24
 
 
 def in_slices(gm: GraphModule, count: int) -> GraphModule:
@@ -118,8 +119,9 @@ def usual_slices(gm: GraphModule, ranks: int, memory: float | None) -> int:
         value = logits_of(gm).meta["val"]
     except PlanError:
         return 1
-    most = 3 * 4 * value.numel() / (ranks * SHARE * memory)
-    counts = [count for count in range(1, MOST + 1) if value.shape[-2] % count == 0]
+    size = 4 * value.numel() / ranks
+    most = 3 * size / (SHARE * memory)
+    counts = [1, *(n for n in range(2, MOST + 1) if value.shape[-2] % n == 0 and size >= n * LEAST)]
     return next((count for count in counts if count >= most), counts[-1])
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from sbpc.errors import MeshError
 from sbpc.mesh.cluster import Cluster, Rate
-from sbpc.mesh.collectives import WIRE
+from sbpc.mesh.collectives import CARRIERS, WIRE
 from sbpc.runtime.measure.measure_device import device_figures, layers, memory_of, settle, timed
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.process_groups import from_all_ranks
@@ -149,7 +149,7 @@ def measure(where: torch.device, repeats: int, sent: Sequence[int], tell: Callab
     work = torch.randn(512, 512, device=where)
     noted: dict[Message, list[tuple[float, float]]] = {}
     for grouping in groupings(dist.get_world_size()):
-        for collective in WIRE:
+        for collective in (each for each in WIRE if each not in CARRIERS):
             noted |= {message: [] for message in series_of(collective, grouping, sent, work)}
     for repeat in range(repeats):
         tell(f"collectives, {repeat + 1} of {repeats}")

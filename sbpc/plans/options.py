@@ -102,7 +102,8 @@ class Options:
         "into how many parts of the positions the last product of a language model, its loss and their backward are "
         "cut: one goes after the other, so that the logits of one part are alive. The model returns its loss, or "
         "`loss` makes it, and no logits. None is 1 without `memory`, else the fewest with which the logits, what the "
-        "loss makes of them and their gradient are at most a sixteenth of it, if all ranks share them.",
+        "loss makes of them and their gradient are at most a sixteenth of it, if all ranks share them, and "
+        "those of a slice 16 MiB at least.",
     )
     stages: str | None = option(
         None,
