@@ -268,3 +268,14 @@ def test_a_parameter_of_which_views_are_several_results_has_no_layer_but_a_plan(
     model, args = Unbound(), (torch.randn(4, 8),)
     plan = sbpc.baseline("data", model, args, Mesh(x=2), objective="serial")
     assert largest_error(plan, model, args) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["megatron", "megatron+sp"])
+def test_experts_see_layers_under_autocast(name: str) -> None:
+    model, args = models.gpt2(layers=1)
+    plain, cast = (
+        sbpc.baseline(name, model, args, Mesh(data=2, tensor=2), dtype=dtype) for dtype in (None, torch.bfloat16)
+    )
+    for layer in ("up", "down"):
+        found = cast.layout(f"blocks.0.{layer}.weight")
+        assert found == plain.layout(f"blocks.0.{layer}.weight") and "S" in str(found)

@@ -14,6 +14,7 @@ from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import INPUT, OUTPUT, PARAMETER, TANGENT, placeholders, results
 from sbpc.mesh.states import B, Partial, Split, State
 from sbpc.rules import Signature
+from sbpc.rules.sum_types import CAST
 
 Key = tuple[Node, int]  # a value: a node, and which of its outputs
 States = dict[Key, State]  # of values, on one axis
@@ -60,7 +61,8 @@ class Model:
     """An annotated graph as experts see it.
 
     results: the values that the model returns. tangents: by placeholder of a tangent, the value that it belongs to.
-    views: by node that is a parameter or a view of one, the parameter and the views in between, last one first.
+    views: by node that is a parameter, or a view or a cast of one, the parameter and what is in between, last one
+    first.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -79,7 +81,8 @@ class Model:
         for node in self.forward:
             match, reads = node.meta.get("match"), nodes_read(node)
             one = isinstance(node.meta["val"], Tensor) and len(reads) == 1
-            if match is not None and match.view and one and reads[0] in self.views:
+            same = match is not None and (match.view or node.target is CAST)  # autocast reads them in another type
+            if same and one and reads[0] in self.views:
                 parameter, views = self.views[reads[0]]
                 self.views[node] = (parameter, (node, *views))
 
