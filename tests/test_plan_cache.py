@@ -146,6 +146,17 @@ def test_another_step_mesh_or_option_is_planned(folder: Path) -> None:
     assert len(list(folder.glob("*.sbpc"))) == 1 + len(others)
 
 
+def test_another_precision_of_products_plans_anew(folder: Path) -> None:
+    asked, before = (*models.mlp(), Mesh(p=2, cluster="h100")), torch.get_float32_matmul_precision()
+    sbpc.plan(*asked)
+    try:
+        torch.set_float32_matmul_precision("high" if before == "highest" else "highest")
+        assert sbpc.plan(*asked).cached is None
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert sbpc.plan(*asked).cached is not None
+
+
 def test_other_code_of_the_planner_plans_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned("serial")
     monkeypatch.setattr(plan_cache, "code", lambda: "of another day")

@@ -189,9 +189,8 @@ def carry(node: Node, positions: int) -> None:
 def check_rows(boxed: GraphModule) -> None:
     """Raises PlanError where flattened rows that are cut by positions are read as if they were blocks: joined or cut
     anew, beside a value in blocks, by a view into other dims, or by an op to which the place of a row matters."""
-    kinds = dict[
-        tuple[Node, int], frozenset[str]
-    ]()  # by value, how it is cut; empty where it is not, or rows are equal
+    # by value, how it is cut; empty where it is not, or where all its rows are equal
+    kinds = dict[tuple[Node, int], frozenset[str]]()
     for node in boxed.graph.nodes:
         if "step" in node.meta:
             if POSITIONS in kinds[value_of(operands(node)[0])]:

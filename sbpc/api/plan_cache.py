@@ -1,8 +1,8 @@
 """Plans that were made before, in a folder: the same step, mesh and options are planned once.
 
 A plan's file is named by a digest of all that planning depends on: the captured graph with its lines of the source,
-the mesh with its cluster, the options, the user's rules, the code of sbpc, and the versions of torch and HiGHS. What
-is read is checked as any plan's file is. Guards are those of the capture at hand.
+the mesh with its cluster, the options, the user's rules, the precision of float32 products, the code of sbpc, and the
+versions of torch and HiGHS. What is read is checked as any plan's file is. Guards are those of the capture at hand.
 
 SBPC_CACHE names the folder; 0 is none.
 """
@@ -57,10 +57,10 @@ def cache_folder() -> Path | None:
     named = os.environ.get(VARIABLE)
     if named == NO_CACHE:
         return None
-    if named:
-        return Path(named)
     home = os.environ.get("XDG_CACHE_HOME")
     with suppress(RuntimeError):  # a user without a home
+        if named:
+            return Path(named).expanduser()
         return (Path(home) if home else Path.home() / ".cache") / "sbpc"
     return None
 
@@ -74,7 +74,9 @@ def digest(step: Captured, mesh: Mesh, asked: Options) -> str | None:
         graph = plan_file.encode_graph(step.gm) | {"ports": asdict(step.gm.meta["ports"])}
         plan_bytes.number_traces(graph)
         where = list(zip(mesh.axes, mesh.sizes)), mesh.cluster.figures()
-        text = json.dumps([graph, where, options, about, rules, code()], sort_keys=True)
+        # which rates of kernels follow
+        precision = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        text = json.dumps([graph, where, options, about, rules, precision, code()], sort_keys=True)
     except (PlanError, TypeError, ValueError) as error:
         log.info("the plan is not looked for in the cache: %s", error)
         return None
