@@ -52,9 +52,11 @@ from sbpc.plans.program_check import verify_local
 from sbpc.plans.staged.stage_parts import PARTS
 from sbpc.plans.symbolic_sizes import declare
 from sbpc.plans.timeline import COMPUTE, Event
+from sbpc.solver.bounder import is_wide
 
 log = logging.getLogger("sbpc")
 progress = logging.getLogger("sbpc.progress")
+FEW_CALLS = 1_500  # of a graph that is tried in two micro-batches, in panels, and with boxing counted where it waits
 WEIGHTS = 2  # of streams that are tried
 GAP, TIE, FEW = 3e-2, 1e-9, 100_000  # see `finish`; seconds that differ by a smaller fraction than TIE are equal
 ALTERNATIVES = 3  # layouts of a parameter that a page shows besides its own
@@ -213,8 +215,15 @@ def finish(
         with stages.timed("schedule"):
             # it predicts no machine, so the layouts that send least are as good as any
             ideal = mesh.cluster.name == "ideal"
-            plan = choose(plan, options, layouts_at, () if ideal else schemes, made, 1 if ideal else WEIGHTS)
+            some, rounds = not ideal and few_calls(gm) and not is_wide(space.problem), 1 if ideal else WEIGHTS
+            where = space.where_it_counts if some else None
+            plan = choose(plan, options, layouts_at, () if ideal else schemes, made, where, rounds)
     return plan
+
+
+def few_calls(gm: GraphModule) -> bool:
+    """Returns whether a graph is small enough to be written anew, and planned, several times."""
+    return sum(node.op == "call_function" for node in gm.graph.nodes) <= FEW_CALLS
 
 
 def searched(gm: GraphModule, free: Plan, wished: Wishes, stages: Stages) -> MemorySearch:

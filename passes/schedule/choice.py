@@ -6,12 +6,16 @@ certified bound is a bound of T. Plans are looked for at equal weights and halfw
 cost most; bounds, which cost more time, at weights of computing alone, where every call is at its least, and once
 near the weights at which all plans cost most, if those leave much. Collectives that go in one message share a
 latency, so in these problems there is none.
+
+Weights know no time: at the ends of a step there is nothing beside which a collective could run. So the best plan is
+played, and plans are looked for again where a boxing that the step does not wait for counts little.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -21,13 +25,15 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.plans.chunk import Assignment
 from sbpc.plans.options import Options
 from sbpc.plans.plan import Plan, Prover, no_model
-from sbpc.plans.timeline import ACROSS, COMPUTE, INSIDE, STREAMS, works
+from sbpc.plans.timeline import ACROSS, COMPUTE, INSIDE, STREAMS, critical_seconds, timeline, works
 
 Weights = Mapping[str, float]
 GRID, LEAST = 32, 1 / 1024  # weights are multiples of one part of GRID, or, of all but one stream, as small as LEAST
 # fraction of the seconds by which two plans may differ and count as about as fast, so that computing counts, too
 EQUAL = 1e-2
 CLOSE = 1e-3  # fraction by which a plan is busy for longer than a bound, below which no other plan is looked for
+# what a boxing counts at first that no one waits for, and how many plans are looked for where it does not count whole
+HIDDEN, TURNS = 0.2, 4
 LOOSE = 5e-2  # fraction by which a bound is to be below what plans are busy for, that a better one is looked for
 
 
@@ -45,6 +51,8 @@ class Layouts(Prover, Protocol):
 
 
 LayoutsAt = Callable[[Weights], Layouts]
+# the best assignment where boxing costs parts of its seconds, by name of a call, and of all others such a part
+WhereItCounts = Callable[[Mapping[str, float], float], Assignment]
 
 
 @dataclass
@@ -116,6 +124,7 @@ def choose(
     layouts_at: LayoutsAt,
     others: Iterable[Assignment],
     made: Callable[[Assignment], Plan],
+    where_it_counts: WhereItCounts | None,
     rounds: int,
 ) -> Plan:
     """Returns the plan with the shortest step of those that are fastest at some weights of the streams, and of
@@ -123,8 +132,8 @@ def choose(
 
     plan: the fastest one where nothing overlaps, with its bound and its prover; it fits into the memory that
     `options` name. options: of the plan to be returned. layouts_at: makes the layout problem at some weights.
-    made: makes the plan of an assignment. rounds: how many weights are tried, equal ones first; none: nothing is
-    solved.
+    made: makes the plan of an assignment. where_it_counts: None where that takes long. rounds: how many weights are
+    tried, equal ones first; none: nothing is solved.
     """
     streams, prover = streams_of(plan.mesh), Overlap.of(plan)
     known, candidates = [plan.assignment], [overlapped(plan, options)]
@@ -153,8 +162,29 @@ def choose(
     if rounds and most > prover.bound * (1 + LOOSE):  # equal parts again, as links that cost nothing prove nothing
         layouts = layouts_at({stream: (3 * weights[stream] + equal[stream]) / 4 for stream in streams})
         prover.improve(layouts, layouts.bound())
-    best = fastest(candidates, options.memory or math.inf)
+    best, hidden = fastest(candidates, options.memory or math.inf), HIDDEN
+    for _ in range(TURNS if where_it_counts else 0):
+        if best.cost.seconds <= best.cost.compute_seconds * (1 + EQUAL):
+            break  # it waits for no link
+        offer(where_it_counts(*parts_that_count(best, hidden)))
+        before, best = best, fastest(candidates, options.memory or math.inf)
+        hidden = hidden if best is not before else (1 + hidden) / 2
     return overlapped(best, options, prover, min(prover.bound, best.cost.seconds), plan.lower_bound)
+
+
+def parts_that_count(plan: Plan, hidden: float) -> tuple[dict[str, float], float]:
+    """Returns by name of a call what part of the seconds of boxing its value the step of a plan waits for, and of all
+    together; one that it does not wait for counts as the part `hidden`."""
+    events = timeline(plan.boxed, plan.mesh)
+    critical, of = critical_seconds(events), {node.name: node.meta.get("of") for node in plan.boxed.graph.nodes}
+    waited, sent = Counter[str | None](), Counter[str | None]()
+    for event in events:
+        if event.stream != COMPUTE:
+            waited[of[event.name]] += critical.get(event.name, 0.0)
+            sent[of[event.name]] += event.end - event.start
+    every = waited.total() / (sent.total() or 1.0)
+    parts = {name: waited[name] / seconds for name, seconds in sent.items() if name and seconds}
+    return {name: hidden + (1 - hidden) * part for name, part in parts.items()}, hidden + (1 - hidden) * every
 
 
 def bounded(plan: Plan, options: Options, layouts_at: LayoutsAt) -> Plan:

@@ -23,7 +23,7 @@ from sbpc.passes.assign.wishes import Wishes, expert_alternatives, wishes
 from sbpc.passes.loop.micro_batches import in_halves
 from sbpc.passes.loop.recompute import blocks_of
 from sbpc.passes.panels.choice import faster_in_panels
-from sbpc.passes.pipeline import Stages, finish, make_chunk, make_plan, searched
+from sbpc.passes.pipeline import Stages, few_calls, finish, make_chunk, make_plan, searched
 from sbpc.passes.schedule.choice import Overlap, Weights, bare_seconds, heaviest, overlapped, streams_of, weighted
 from sbpc.passes.stages.balance import between_blocks, blocks_at, places_of
 from sbpc.passes.stages.cut import cut
@@ -36,7 +36,6 @@ from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.loop_formula import check_names
 
 EXPOSED = 5e-2  # the part of a step that is exposed where parts of calls are tried
-FEW_CALLS = 1_500  # of a graph that is tried in two micro-batches, or in panels
 EXPERTS = "megatron+sp", "megatron", "data"  # the layouts of the first take fewest bytes
 
 
@@ -136,11 +135,6 @@ def may_gain(plan: Plan, whole: Plan) -> bool:
     if not free or plan.mesh.cluster.name == "ideal" or not few_calls(whole.annotated):
         return False
     return plan.cost.exposed_seconds > EXPOSED * plan.cost.seconds
-
-
-def few_calls(gm: GraphModule) -> bool:
-    """Returns whether a graph is small enough to be written anew, and planned, several times."""
-    return sum(node.op == "call_function" for node in gm.graph.nodes) <= FEW_CALLS
 
 
 def of_body(asked: Options) -> Options:

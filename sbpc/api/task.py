@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from sbpc._compat import left_out_of
 from sbpc.api.checks import check_parts, may_loop, values_pinned
 from sbpc.api.recompute import forms_of, least_recompute
-from sbpc.api.staging import few_calls, may_gain, plan_stages
+from sbpc.api.staging import may_gain, plan_stages
 from sbpc.errors import LayoutError, LoopError, MemoryLimitError, PinError, PlanError, SbpcError, check_kinds
 from sbpc.graph.guards import GUARDS
 from sbpc.graph.no_gc import uncollected
@@ -29,7 +29,7 @@ from sbpc.passes.assign.wishes import Wishes, expert_alternatives, wishes
 from sbpc.passes.loop.micro_batches import in_halves
 from sbpc.passes.loop.slices import usual_slices
 from sbpc.passes.panels.choice import all_in_panels, faster_in_panels, fitting_in_panels
-from sbpc.passes.pipeline import Stages, finish, front, make_plan
+from sbpc.passes.pipeline import Stages, few_calls, finish, front, make_plan
 from sbpc.plans.chunk import Assignment
 from sbpc.plans.options import AUTO, Options
 from sbpc.plans.plan import Plan

@@ -27,6 +27,7 @@ from sbpc.plans.measure import kernel_key, kernel_of, transfer_of
 
 COMPUTE, INSIDE, ACROSS = "compute", "links inside a node", "links across nodes"
 STREAMS = COMPUTE, INSIDE, ACROSS
+SAME = 1e-9  # relative: moments that differ by less are one
 
 
 @dataclass(frozen=True)
@@ -265,6 +266,18 @@ def exposed_seconds(events: Sequence[Event]) -> dict[str, float]:
             first, last = bisect.bisect_left(starts, event.start), bisect.bisect_right(ends, event.end)
             idle = (min(event.end, starts[at]) - max(event.start, ends[at]) for at in range(first, last))
             result[event.name] = sum(max(0.0, seconds) for seconds in idle)
+    return result
+
+
+def critical_seconds(events: Sequence[Event]) -> dict[str, float]:
+    """Returns by name of a call what it adds to the step: its seconds, where it stands on the chain of events, each
+    begun as soon as the one before it ended, that ends last."""
+    in_order = sorted(events, key=lambda event: event.end)
+    ends, at, result = [event.end for event in in_order], len(in_order) - 1, dict[str, float]()
+    while at >= 0:
+        event = in_order[at]
+        result[event.name] = event.end - event.start
+        at = min(at, bisect.bisect_right(ends, event.start * (1 + SAME))) - 1
     return result
 
 
