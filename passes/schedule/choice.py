@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -163,8 +163,8 @@ def choose(
         layouts = layouts_at({stream: (3 * weights[stream] + equal[stream]) / 4 for stream in streams})
         prover.improve(layouts, layouts.bound())
     best, hidden = fastest(candidates, options.memory or math.inf), HIDDEN
-    for _ in range(TURNS if where_it_counts else 0):
-        if best.cost.seconds <= best.cost.compute_seconds * (1 + EQUAL):
+    for _ in range(TURNS):
+        if where_it_counts is None or best.cost.seconds <= best.cost.compute_seconds * (1 + EQUAL):
             break  # it waits for no link
         offer(where_it_counts(*parts_that_count(best, hidden)))
         before, best = best, fastest(candidates, options.memory or math.inf)
@@ -177,12 +177,12 @@ def parts_that_count(plan: Plan, hidden: float) -> tuple[dict[str, float], float
     together; one that it does not wait for counts as the part `hidden`."""
     events = timeline(plan.boxed, plan.mesh)
     critical, of = critical_seconds(events), {node.name: node.meta.get("of") for node in plan.boxed.graph.nodes}
-    waited, sent = Counter[str | None](), Counter[str | None]()
+    waited, sent = defaultdict[Any, float](float), defaultdict[Any, float](float)
     for event in events:
         if event.stream != COMPUTE:
             waited[of[event.name]] += critical.get(event.name, 0.0)
             sent[of[event.name]] += event.end - event.start
-    every = waited.total() / (sent.total() or 1.0)
+    every = sum(waited.values()) / (sum(sent.values()) or 1.0)
     parts = {name: waited[name] / seconds for name, seconds in sent.items() if name and seconds}
     return {name: hidden + (1 - hidden) * part for name, part in parts.items()}, hidden + (1 - hidden) * every
 
