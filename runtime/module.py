@@ -33,6 +33,7 @@ from sbpc.runtime.state import dtensor_optimizers
 from sbpc.runtime.state.deferred_init import Recording, check_agreement, same_start
 from sbpc.runtime.state.dtensors import of_rank_zero, refuse_pickles, sharded, take_state
 from sbpc.runtime.state.members import RANDOM, WEIGHTS, members_of
+from sbpc.runtime.state.wrappers import refuse_wrappers
 from sbpc.runtime.step import Runner
 from sbpc.runtime.step_function import Apart
 
@@ -137,6 +138,7 @@ def parallelize(
     value = source_of_weights(model, plan, init, weights, where)
     dtensor_optimizers.install()
     refuse_pickles()
+    refuse_wrappers()
     result = skeleton(model)
     result.__dict__[RANDOM] = {"seed": agreed_seed(where), "step": 0}
     runners = [(Runner if each.loop is None else LoopRunner)(each, run, where) for each in (plan, *others)]

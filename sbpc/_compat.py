@@ -284,6 +284,11 @@ def local_of(tensor: Any) -> Any:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def mesh_of(tensor: Any) -> Any:
+    """Returns the mesh of a DTensor, or of the one that this shard was before `replicate` took it apart, else None."""
+    return tensor.device_mesh if isinstance(tensor, DTensor) else getattr(vars(tensor).get("_st_info"), "mesh", None)
+
+
 def with_local(like: Any, local: Tensor) -> Any:
     """Returns the DTensor laid out like `like` with this shard, made contiguous; the shard itself if `like` is no
     DTensor."""
@@ -326,6 +331,15 @@ def compile_id() -> tuple[int, int]:
     """Returns the number of the function that dynamo is compiling, from 0, and how often it has compiled it before."""
     current: Any = CompileContext.current_compile_id()
     return (current.frame_id, current.frame_compile_id) if current is not None else (0, 0)
+
+
+def wrappers() -> list[type]:
+    """Returns the classes that torch's own data parallelism makes of what it is given first: a module, of which DDP
+    (replicate, too), DataParallel and FSDP are made, or a parameter, as `fully_shard` does for each."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    return [nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel, FSDPParam]
 
 
 def outside_dynamo() -> contextlib.AbstractContextManager[Any]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from sbpc._compat import StridedShard, local_of
+from sbpc._compat import StridedShard, local_of, mesh_of
 from sbpc.errors import CheckpointError
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
@@ -62,12 +62,17 @@ def refuse_pickles() -> None:
     ForkingPickler.register(DTensor, reduced)
 
 
+def is_planned(tensor: Tensor) -> bool:
+    """Returns whether a tensor lies on a plan's mesh."""
+    return mesh_of(tensor) in process_groups.meshes.values()
+
+
 def pickled(tensor: DTensor) -> Any:
     """Returns how a DTensor is pickled. Raises CheckpointError for one on a plan's mesh of which this rank holds a
     part."""
     mesh, local = tensor.device_mesh, tuple(local_of(tensor).shape)
     split = any(size > 1 and not state.is_replicate() for size, state in zip(mesh.shape, tensor.placements))
-    if mesh in process_groups.meshes.values() and (split or process_groups.is_part(mesh)):
+    if is_planned(tensor) and (split or process_groups.is_part(mesh)):
         raise CheckpointError(
             f"this rank's part {local} of a tensor {tuple(tensor.shape)} is pickled, as torch.save does with a "
             "state_dict: the file would lack what other ranks hold\n"

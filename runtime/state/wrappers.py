@@ -1,0 +1,39 @@
+"""Refuse torch's own data parallelism of a module that a plan has made parallel: it would sum its gradients twice."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from sbpc._compat import wrappers
+from sbpc.errors import PlanError
+from sbpc.runtime.state.dtensors import is_planned
+
+TODO = (
+    "Leave it out: the plan is the parallelism, and the module sends what must be sent. Lightning and Fabric: "
+    "strategy=ModelParallelStrategy(...) in place of \"ddp\" or \"fsdp\"."
+)
+
+
+@functools.lru_cache(maxsize=1)
+def refuse_wrappers() -> None:
+    """Has the constructors refuse modules with, and parameters that are, DTensors on a plan's mesh."""
+    for cls in wrappers():
+        cls.__init__ = refusing(cls, cls.__init__)  # type: ignore[misc]
+
+
+def refusing(cls: type, construct: Callable[..., None]) -> Callable[..., None]:
+    """Returns the constructor of a wrapper with a look at what it is given."""
+    name = "fully_shard" if cls.__name__ == "FSDPParam" else cls.__name__
+
+    @functools.wraps(construct)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        inner = args[0] if args else kwargs.get("module", kwargs.get("param"))
+        if any(map(is_planned, inner.parameters() if isinstance(inner, nn.Module) else [inner])):
+            raise PlanError(f"{name} of a module that sbpc.parallelize made\n  {TODO}")
+        construct(self, *args, **kwargs)
+
+    return checked

@@ -1,0 +1,80 @@
+"""Torch's own data parallelism around a parallel module is refused, in Lightning, too; around other modules it works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import sbpc
+from sbpc import Mesh
+from sbpc.errors import PlanError
+from tests.processes import run_ranks
+
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "DistributedDataParallel": DistributedDataParallel,
+    "DistributedDataParallel by keyword": lambda module: DistributedDataParallel(module=module),
+    "DataParallel": nn.DataParallel,
+    "FullyShardedDataParallel": lambda module: FullyShardedDataParallel(module, device_id=torch.device("cpu")),
+    "fully_shard": lambda module: fully_shard(module, mesh=init_device_mesh("cpu", (2,))),
+    "replicate": lambda module: replicate(module)(torch.randn(4, 6)),  # makes a DDP at the first forward
+}
+
+
+class Loss(nn.Module):
+    """A layer and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean()
+
+
+class Around(nn.Module):
+    """A module that is not parallel itself."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.own = inner, nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def said(wrap: Callable[[nn.Module], Any], module: nn.Module) -> str:
+    try:
+        wrap(module)
+    except PlanError as problem:
+        return str(problem)
+    return "wrapped"
+
+
+def wrapped() -> dict[str, list[str]]:
+    """What each wrapper says of a parallel module, of one within another, and of one that is not parallel."""
+    plan = sbpc.plan(Loss(), (torch.randn(4, 6),), Mesh(data=2))
+    return {
+        name: [
+            said(wrap, sbpc.parallelize(Loss(), plan)),
+            said(wrap, Around(sbpc.parallelize(Loss(), plan))),
+            said(wrap, Around(Loss())),
+        ]
+        for name, wrap in WRAPPERS.items()
+    }
+
+
+def test_no_wrapper_takes_a_module_that_a_plan_made_parallel() -> None:
+    for found in run_ranks(wrapped, 2):
+        for name, (alone, within, other) in found.items():
+            kind = "DistributedDataParallel" if name == "replicate" else name.split()[0]
+            assert alone.startswith(f"{kind} of a module that sbpc.parallelize made\n  Leave it out"), (name, alone)
+            assert within == alone and other == "wrapped", (name, within, other)
