@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -78,3 +78,29 @@ def test_no_wrapper_takes_a_module_that_a_plan_made_parallel() -> None:
             kind = "DistributedDataParallel" if name == "replicate" else name.split()[0]
             assert alone.startswith(f"{kind} of a module that sbpc.parallelize made\n  Leave it out"), (name, alone)
             assert within == alone and other == "wrapped", (name, within, other)
+
+
+def in_lightning(strategy: str) -> str:
+    """What the Trainer says of a module whose inner one is parallel."""
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def configure_model(self) -> None:
+            self.net = sbpc.parallelize(Loss(), sbpc.plan(Loss(), (torch.randn(4, 6),), Mesh(data=2)))
+
+        def training_step(self, batch: Tensor, index: int) -> Any:
+            return self.net(batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters())
+
+    set_by_torchrun = {"TORCHELASTIC_RUN_ID": "job", "LOCAL_RANK": os.environ["RANK"], "WORLD_SIZE": "2"}
+    os.environ.update(set_by_torchrun)
+    trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, max_epochs=1)
+    return said(lambda module: trainer.fit(module, [torch.randn(4, 6)]), Module())
+
+
+def test_lightning_refuses_its_strategy_ddp_and_names_the_one_to_use() -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed: pip install lightning")
+    for found in run_ranks(in_lightning, 2, "ddp"):
+        assert found.startswith("DistributedDataParallel of a module") and "strategy=ModelParallelStrategy" in found

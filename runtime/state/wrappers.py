@@ -14,7 +14,7 @@ from sbpc.runtime.state.dtensors import is_planned
 
 TODO = (
     "Leave it out: the plan is the parallelism, and the module sends what must be sent. Lightning and Fabric: "
-    "strategy=ModelParallelStrategy(...) in place of \"ddp\" or \"fsdp\"."
+    'strategy=ModelParallelStrategy(...) in place of "ddp" or "fsdp".'
 )
 
 
