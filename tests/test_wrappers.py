@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sbpc
 from sbpc import Mesh
-from sbpc.errors import PlanError
+from sbpc.errors import SbpcError
 from tests.processes import run_ranks
 
 WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
@@ -54,7 +54,7 @@ class Around(nn.Module):
 def said(wrap: Callable[[nn.Module], Any], module: nn.Module) -> str:
     try:
         wrap(module)
-    except PlanError as problem:
+    except SbpcError as problem:
         return str(problem)
     return "wrapped"
 
@@ -70,6 +70,22 @@ def wrapped() -> dict[str, list[str]]:
         ]
         for name, wrap in WRAPPERS.items()
     }
+
+
+def planned() -> list[str]:
+    """What is said of a wrapped module that is to be planned."""
+    return [
+        said(lambda module: sbpc.plan(module, (torch.randn(4, 6),), Mesh(data=2)), made)
+        for made in (DistributedDataParallel(Loss()), Around(DistributedDataParallel(Loss())), nn.DataParallel(Loss()))
+    ]
+
+
+def test_no_plan_is_made_of_what_a_wrapper_holds() -> None:
+    for ddp, within, dp in run_ranks(planned, 2):
+        assert ddp == (
+            "the model is a DistributedDataParallel, and the plan is the parallelism\n  Give the module within, its .module."
+        )
+        assert within == ddp.replace("the model", "inner", 1) and dp == ddp.replace("DistributedData", "Data")
 
 
 def test_no_wrapper_takes_a_module_that_a_plan_made_parallel() -> None:
