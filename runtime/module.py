@@ -70,6 +70,9 @@ def parallelize(
     floating-point numbers on GPUs, which ranks may have computed to other last bits. Ranks may evaluate alone where
     their programs send nothing.
 
+    The plan is the parallelism: DDP, FSDP and `fully_shard` around the module are refused. Lightning and Fabric take it
+    by their ModelParallelStrategy: examples/10_lightning.py.
+
     `loss = module.step(*args)` runs forward and backward as one program and leaves the gradients in `.grad`: it takes
     the seconds that the plan predicts. Backwards within `with module.no_sync():` send no gradients; the next one
     outside sends their sum. A DTensor argument is brought to the planned layout. Where the plan has a `loss`, give

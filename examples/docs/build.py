@@ -132,20 +132,14 @@ def source(path: Path) -> str:
     """Returns the page of a file, or of a folder: what its files are for."""
     name = path.relative_to(ROOT)
     if path.is_dir():
-        files = sorted(path.glob("*.py"), key=lambda file: (file.name != "__init__.py", file.name))
-        told = [(file.name, (ast.get_docstring(ast.parse(file.read_text())) or "").split("\n\n")[0]) for file in files]
-        linked_files = name.parts[0] == "examples"
-        rows = [
-            f"{f'[{file}]({file})' if linked_files else f'`{file}`'}\n:   {' '.join(doc.split())}\n"
-            for file, doc in told
-            if doc
-        ]
-        others = [
-            each
-            for each in sorted(path.iterdir())
-            if (each / "__init__.py").exists() or each.suffix in (".sh", ".yaml")
-        ]
-        return "\n".join([f"# {name}\n", *rows, *(f"- [{each.name}]({each.name})" for each in others)])
+        pages = [each for each in path.iterdir() if each.suffix in (".sh", ".yaml") or (each / "__init__.py").exists()]
+        text = f"# {name}\n\n" + "".join(f"- [{each.name}]({each.name})\n" for each in sorted(pages)) + "\n"
+        for file in sorted(path.glob("*.py"), key=lambda file: (file.name != "__init__.py", file.name)):
+            title = f"[{file.name}]({file.name})" if path.name == "examples" else f"`{file.name}`"
+            if doc := ast.get_docstring(ast.parse(file.read_text())):
+                first = " ".join(doc.partition("\n\n")[0].split())
+                text += f"{title}\n:   {first}\n\n"
+        return text
     text, language = path.read_text(), {".py": "python", ".sh": "bash", ".yaml": "yaml"}.get(path.suffix, "text")
     return f"---\nsearch:\n  exclude: true\n---\n# {name}\n\n````{language}\n{text}````\n"
 
@@ -200,18 +194,10 @@ def sentence(text: str) -> str:
 
 
 def shown(line: str, names: dict[str, Any]) -> str:
-    """Returns a block of what a line of Python prints or gives, if it needs no processes and is short."""
-    alone = (
-        "sbpc ",
-        "help(",
-        "torch.compile",
-        "sbpc.parallelize",
-        "sbpc.Checkpoints",
-        "sbpc.rule",
-        "sbpc.Mesh",
-        "plan.export",
-    )
-    if line.startswith(alone) or "mylib" in line:
+    """Returns a block of what a line of Python prints or gives, if it is short and needs nothing besides the plan."""
+    if not line.startswith(("print(", "plan.", "sbpc.baseline(", "sbpc.sweep(")) or re.search(
+        "mylib|load_module", line
+    ):
         return ""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
@@ -219,7 +205,7 @@ def shown(line: str, names: dict[str, Any]) -> str:
         except SyntaxError:
             value = exec(line, names)
     values = [str(each) for each in (value if isinstance(value, tuple) else (value,)) if each is not None]
-    text = printed.getvalue() or "\n".join(each for each in values if len(each) < 200)
+    text = printed.getvalue() or "\n".join(each for each in values if len(each) < 400)
     return f"\n```text\n{text.rstrip()}\n```\n" if text else ""
 
 
