@@ -9,6 +9,7 @@ Trainer, then by Fabric, each beside the same steps on one device.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -23,7 +24,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import sbpc
 
-ROWS, CLIP = 16, 0.5  # of a batch of all ranks together
+ROWS, STEPS, EPOCHS, CLIP = 16, 3, 2, 0.5  # rows of a batch of all ranks together, steps of an epoch
+QUIET = {name: False for name in ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")}
 COMPUTES: dict[str, Any] = {"accelerator": "gpu" if torch.cuda.is_available() else "cpu", "num_nodes": 1}
 
 
@@ -46,7 +48,7 @@ def seeded() -> Net:
 def data(rank: int = 0, ranks: int = 1) -> DataLoader:
     """Gives this rank's part of every batch. Lightning's own sampler would do, too, but shuffles."""
     generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(2, 6 * ROWS, 32, generator=generator)
+    x, y = torch.randn(2, STEPS * ROWS, 32, generator=generator)
     rows = TensorDataset(x, y)
     return DataLoader(rows, ROWS // ranks, sampler=DistributedSampler(rows, ranks, rank, shuffle=False))
 
@@ -91,14 +93,17 @@ class Module(lightning.LightningModule):
 
 
 def by_trainer(rank: int, ranks: int) -> list[float]:
-    module = Module()
-    strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
-    quiet = {name: False for name in ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")}
-    trainer = lightning.Trainer(
-        devices=ranks, strategy=strategy, max_epochs=1, use_distributed_sampler=False, **COMPUTES, **quiet
-    )
-    trainer.fit(module, data(rank, ranks))
-    return module.losses
+    """An epoch, and another one that goes on from Lightning's checkpoint of the first, as after a restart."""
+    losses: list[float] = []
+    for epoch in range(EPOCHS):
+        module = Module()
+        strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
+        options = {**COMPUTES, "devices": ranks, "strategy": strategy, "use_distributed_sampler": False}
+        trainer = lightning.Trainer(max_epochs=epoch + 1, **options, **QUIET)
+        trainer.fit(module, data(rank, ranks), ckpt_path="lightning-checkpoint" if epoch else None)
+        trainer.save_checkpoint("lightning-checkpoint")
+        losses += module.losses
+    return losses
 
 
 def by_fabric(rank: int, ranks: int) -> list[float]:
@@ -121,7 +126,7 @@ def on_one_device() -> list[float]:
 def steps(net: Any, optimizer: Any, batches: Iterable[list[Tensor]], backward: Any, clip: Any) -> list[float]:
     """Trains by a loop of one's own, and returns the losses."""
     losses = []
-    for batch in batches:
+    for batch in itertools.chain(*[batches] * EPOCHS):
         optimizer.zero_grad()
         loss = net(*batch)
         backward(loss)

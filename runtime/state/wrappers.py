@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -31,8 +31,9 @@ def refusing(cls: type, construct: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(construct)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        inner = args[0] if args else kwargs.get("module", kwargs.get("param"))
-        if any(map(is_planned, inner.parameters() if isinstance(inner, nn.Module) else [inner])):
+        inner: Any = args[0] if args else kwargs.get("module", kwargs.get("param"))
+        parameters: Iterable[Any] = inner.parameters() if isinstance(inner, nn.Module) else [inner]
+        if any(map(is_planned, parameters)):
             raise PlanError(f"{name} of a module that sbpc.parallelize made\n  {TODO}")
         construct(self, *args, **kwargs)
 
