@@ -167,11 +167,7 @@ def quiet_fakes() -> Iterator[None]:
 
 
 def shape_of_grouped_mm(
-    x: Tensor,
-    weights: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    x: Tensor, weights: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """What `aten._grouped_mm` gives, without values: as torch's own shape function, but of any floating-point type.
 
@@ -284,11 +280,6 @@ def local_of(tensor: Any) -> Any:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def mesh_of(tensor: Any) -> Any:
-    """Returns the mesh of a DTensor, or of the one that this shard was before `replicate` took it apart, else None."""
-    return tensor.device_mesh if isinstance(tensor, DTensor) else getattr(vars(tensor).get("_st_info"), "mesh", None)
-
-
 def with_local(like: Any, local: Tensor) -> Any:
     """Returns the DTensor laid out like `like` with this shard, made contiguous; the shard itself if `like` is no
     DTensor."""
@@ -333,13 +324,11 @@ def compile_id() -> tuple[int, int]:
     return (current.frame_id, current.frame_compile_id) if current is not None else (0, 0)
 
 
-def wrappers() -> list[type]:
-    """Returns the classes that torch's own data parallelism makes of what it is given first: a module, of which DDP
-    (replicate, too), DataParallel and FSDP are made, or a parameter, as `fully_shard` does for each."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
+def fsdp_param() -> type:
+    """Returns the class of which `fully_shard` makes one for each parameter."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-    return [nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel, FSDPParam]
+    return FSDPParam
 
 
 def outside_dynamo() -> contextlib.AbstractContextManager[Any]:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +24,6 @@ WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
     "DataParallel": nn.DataParallel,
     "FullyShardedDataParallel": lambda module: FullyShardedDataParallel(module, device_id=torch.device("cpu")),
     "fully_shard": lambda module: fully_shard(module, mesh=init_device_mesh("cpu", (2,))),
-    "replicate": lambda module: replicate(module)(torch.randn(4, 6)),  # makes a DDP at the first forward
 }
 
 
@@ -46,9 +44,6 @@ class Around(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner, self.own = inner, nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
 
 
 def said(wrap: Callable[[nn.Module], Any], module: nn.Module) -> str:
@@ -88,10 +83,20 @@ def test_no_plan_is_made_of_what_a_wrapper_holds() -> None:
         assert within == ddp.replace("the model", "inner", 1) and dp == ddp.replace("DistributedData", "Data")
 
 
+def without_a_module() -> None:
+    sbpc.parallelize(Loss(), sbpc.plan(Loss(), (torch.randn(4, 6),), Mesh(data=2)))
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'module'"):
+        DistributedDataParallel()  # type: ignore[call-arg]
+
+
+def test_a_wrapper_that_is_given_nothing_says_what_torch_says() -> None:
+    assert run_ranks(without_a_module, 2) == [None, None]
+
+
 def test_no_wrapper_takes_a_module_that_a_plan_made_parallel() -> None:
     for found in run_ranks(wrapped, 2):
         for name, (alone, within, other) in found.items():
-            kind = "DistributedDataParallel" if name == "replicate" else name.split()[0]
+            kind = name.split()[0]
             assert alone.startswith(f"{kind} of a module that sbpc.parallelize made\n  Leave it out"), (name, alone)
             assert within == alone and other == "wrapped", (name, within, other)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from sbpc._compat import StridedShard, local_of, mesh_of
+from sbpc._compat import StridedShard, local_of
 from sbpc.errors import CheckpointError
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
@@ -62,9 +62,9 @@ def refuse_pickles() -> None:
     ForkingPickler.register(DTensor, reduced)
 
 
-def is_planned(tensor: Tensor) -> bool:
+def is_planned(tensor: object) -> bool:
     """Returns whether a tensor lies on a plan's mesh."""
-    return mesh_of(tensor) in process_groups.meshes.values()
+    return isinstance(tensor, DTensor) and tensor.device_mesh in process_groups.meshes.values()
 
 
 def pickled(tensor: DTensor) -> Any:

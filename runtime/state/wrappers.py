@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from sbpc._compat import wrappers
+from sbpc._compat import fsdp_param
 from sbpc.errors import PlanError
 from sbpc.runtime.state.dtensors import is_planned
 
@@ -20,8 +20,11 @@ TODO = (
 
 @functools.lru_cache(maxsize=1)
 def refuse_wrappers() -> None:
-    """Has the constructors refuse modules with, and parameters that are, DTensors on a plan's mesh."""
-    for cls in wrappers():
+    """Has the constructors refuse modules with, and parameters that are, DTensors on a plan's mesh: `fully_shard`
+    makes an FSDPParam of each."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for cls in (nn.DataParallel, nn.parallel.DistributedDataParallel, FullyShardedDataParallel, fsdp_param()):
         cls.__init__ = refusing(cls, cls.__init__)  # type: ignore[misc]
 
 
