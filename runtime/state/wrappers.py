@@ -19,7 +19,7 @@ TODO = (
 
 
 @functools.lru_cache(maxsize=1)
-def refuse_wrappers() -> None:
+def refuse() -> None:
     """Has the constructors refuse modules with, and parameters that are, DTensors on a plan's mesh: `fully_shard`
     makes an FSDPParam of each."""
     from torch.distributed.fsdp import FullyShardedDataParallel
