@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.installed
+DOCS := .venv/.docs
 SHORT := -m "not prove and not prove_library" -n 2 --dist worksteal
 # Touches all that sbpc uses of torch's private parts.
 SLICE := $(wildcard tests/test_compat*.py) tests/test_groups.py tests/test_module.py
@@ -19,7 +20,7 @@ environment = \
   $$pip --version >/dev/null || { echo "$(PYTHON) has no pip of version 22.3 or later. Install it (Debian: python3-pip)."; exit 1; }
 
 .NOTPARALLEL:
-.PHONY: demo test test-newest test-oldest test-all-newest prove prove-library lint types clean
+.PHONY: demo test test-newest test-oldest test-all-newest prove prove-library lint types docs clean
 
 demo: $(READY)
 	$(BIN)/sbpc demo
@@ -50,7 +51,7 @@ test-newest test-oldest: test-%:
 test-all-newest: test-newest
 	.venv-newest/bin/python -m pytest $(SHORT)
 
-prove: $(READY) test-oldest
+prove: $(READY) $(DOCS) test-oldest
 	$(BIN)/python -m pytest -m prove -n 2 --dist worksteal --timeout 2400
 
 prove-library: $(READY)
@@ -63,6 +64,10 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
+# The documentation as pages, of README, docstrings and examples: open build/docs/index.html.
+docs: $(DOCS)
+	$(BIN)/python examples/docs/build.py build/docs
+
 clean:
 	rm -rf .venv .venv-newest .venv-oldest build dist *.egg-info sbpc/boxing/*.so sbpc/solver/messages/*.so sbpc-demo .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -72,3 +77,7 @@ $(READY): pyproject.toml $(wildcard sbpc/boxing/*.c sbpc/solver/messages/*.c)
 	  echo "installing sbpc and its development tools into .venv: this takes some minutes, once"; \
 	  $$pip install --quiet -e '.[dev]'
 	@touch $(READY)
+
+$(DOCS): $(READY)
+	@$(call environment,.venv); $$pip install --quiet -e '.[docs]'
+	@touch $(DOCS)

@@ -29,7 +29,7 @@ from sbpc.runtime.module_weights import ModuleWeights
 from sbpc.runtime.staged.loop_runner import LoopRunner
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.agree import agree
-from sbpc.runtime.state import dtensor_optimizers
+from sbpc.runtime.state import dtensor_optimizers, wrappers
 from sbpc.runtime.state.deferred_init import Recording, check_agreement, same_start
 from sbpc.runtime.state.dtensors import of_rank_zero, refuse_pickles, sharded, take_state
 from sbpc.runtime.state.members import RANDOM, WEIGHTS, members_of
@@ -110,6 +110,9 @@ def parallelize(
     not hold it: keep `module.random_state()`, {"seed": base, "step": n}, beside a checkpoint of your own, and give
     it to `module.set_random_state(state)`. `sbpc.Checkpoints` does.
 
+    The plan is the parallelism: DDP, FSDP and `fully_shard` around the module are refused. Lightning and Fabric take it
+    by their ModelParallelStrategy: examples/10_lightning.py.
+
     Ranks with different models, plans or versions of torch say so here. Raises MeshError if there are not as many
     processes as ranks, PlanError if model and plan do not belong together. The module raises PlanError for arguments
     of other shapes, under another autocast than was planned, in a mode that was not planned, with other numbers in
@@ -137,6 +140,7 @@ def parallelize(
     value = source_of_weights(model, plan, init, weights, where)
     dtensor_optimizers.install()
     refuse_pickles()
+    wrappers.refuse()
     result = skeleton(model)
     result.__dict__[RANDOM] = {"seed": agreed_seed(where), "step": 0}
     runners = [(Runner if each.loop is None else LoopRunner)(each, run, where) for each in (plan, *others)]

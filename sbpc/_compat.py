@@ -167,11 +167,7 @@ def quiet_fakes() -> Iterator[None]:
 
 
 def shape_of_grouped_mm(
-    x: Tensor,
-    weights: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    x: Tensor, weights: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """What `aten._grouped_mm` gives, without values: as torch's own shape function, but of any floating-point type.
 
@@ -326,6 +322,13 @@ def compile_id() -> tuple[int, int]:
     """Returns the number of the function that dynamo is compiling, from 0, and how often it has compiled it before."""
     current: Any = CompileContext.current_compile_id()
     return (current.frame_id, current.frame_compile_id) if current is not None else (0, 0)
+
+
+def fsdp_param() -> type:
+    """Returns the class of which `fully_shard` makes one for each parameter."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    return FSDPParam
 
 
 def outside_dynamo() -> contextlib.AbstractContextManager[Any]:

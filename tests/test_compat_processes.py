@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from sbpc import _compat
@@ -139,6 +140,18 @@ def test_local_of_a_dtensor_is_its_shard_itself(mesh: Any) -> None:
     tensor = DTensor.from_local(shard, mesh, [Shard(0)]).requires_grad_()
     assert _compat.storage_of(_compat.local_of(tensor)) == _compat.storage_of(shard)
     assert _compat.local_of(tensor).grad_fn is None and _compat.local_of(X) is X
+
+
+def test_fsdp_param_is_made_of_each_parameter_and_gets_it_first(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cls, given = _compat.fsdp_param(), list[Any]()
+    construct = cls.__init__  # type: ignore[misc]
+    monkeypatch.setattr(
+        cls, "__init__", lambda self, first, *more: (given.append(first), construct(self, first, *more))[1]
+    )
+    module = torch.nn.Linear(3, 2)
+    parameters = list(module.parameters())
+    fully_shard(module, mesh=mesh)
+    assert len(given) == 2 and all(one is two for one, two in zip(given, parameters))
 
 
 def test_with_local_makes_a_dtensor_of_the_same_layout(mesh: Any) -> None:

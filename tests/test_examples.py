@@ -11,6 +11,7 @@ import pkgutil
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -100,6 +101,20 @@ def test_a_pipeline_prints_its_plan_and_draws_its_schedule(capsys, monkeypatch, 
         and "\n    1      1  " in out
     )
     assert (tmp_path / "pipeline.html").read_text().count("of micro-batch 7 in chunk") == 5
+
+
+def test_lightning_trains_as_one_device_does_and_goes_on_from_its_checkpoint(tmp_path):
+    pytest.importorskip("lightning", reason="lightning is not installed: pip install lightning")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    job = subprocess.run(
+        [*command, str(EXAMPLES / "10_lightning.py")], cwd=tmp_path, text=True, capture_output=True, timeout=200
+    )
+    assert job.returncode == 0, job.stderr
+    done = job.stdout
+    losses = [list(map(float, line.split()[1:])) for line in done[done.index("step    Trainer") :].splitlines()[1:]]
+    assert len(losses) == 6 and losses[0][0] != losses[5][0]
+    for trainer, fabric, one_device in losses:
+        assert max(abs(trainer - one_device), abs(fabric - one_device)) < 1e-5
 
 
 @contextlib.contextmanager

@@ -191,6 +191,11 @@ def _check_request(module: nn.Module, loss: Any, targets: Sequence[Any], dtype: 
             raise CaptureError(
                 f"a TorchScript module cannot be captured{where}\n  Give the module that it was scripted from."
             )
+        if isinstance(each, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            raise CaptureError(
+                f"{name or 'the model'} is a {type(each).__name__}, and the plan is the parallelism\n  Give the module "
+                "within, its .module."
+            )
     if dtype not in (None, torch.bfloat16, torch.float16):
         raise CaptureError(f"dtype is {dtype}\n  The autocast type is torch.bfloat16 or torch.float16.")
     hooked = next((name for name, value in module.named_parameters() if has_hook(value)), None)

@@ -62,12 +62,17 @@ def refuse_pickles() -> None:
     ForkingPickler.register(DTensor, reduced)
 
 
+def is_planned(tensor: object) -> bool:
+    """Returns whether a tensor lies on a plan's mesh."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh in process_groups.meshes.values()
+
+
 def pickled(tensor: DTensor) -> Any:
     """Returns how a DTensor is pickled. Raises CheckpointError for one on a plan's mesh of which this rank holds a
     part."""
     mesh, local = tensor.device_mesh, tuple(local_of(tensor).shape)
     split = any(size > 1 and not state.is_replicate() for size, state in zip(mesh.shape, tensor.placements))
-    if mesh in process_groups.meshes.values() and (split or process_groups.is_part(mesh)):
+    if is_planned(tensor) and (split or process_groups.is_part(mesh)):
         raise CheckpointError(
             f"this rank's part {local} of a tensor {tuple(tensor.shape)} is pickled, as torch.save does with a "
             "state_dict: the file would lack what other ranks hold\n"
