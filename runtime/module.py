@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from sbpc._compat import HOOKS, slots
 from sbpc.errors import PlanError
-from sbpc.graph.ports import PARAMETER
+from sbpc.graph.ports import INPUT, PARAMETER
+from sbpc.graph.pytree import plain, unflatten
 from sbpc.graph.random_bits import wrap
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.plans.plan import Plan
@@ -141,7 +143,7 @@ def parallelize(
     result.__dict__[RANDOM] = {"seed": agreed_seed(where), "step": 0}
     runners = [(Runner if each.loop is None else LoopRunner)(each, run, where) for each in (plan, *others)]
     fill(result, runners[0], value)
-    result.__class__ = parallel_class(type(model), runners)
+    result.__class__ = parallel_class(type(model), runners, signature_of(model, plan))
     if plan.axis is not None and not any(each.requires_grad for each in result.parameters()):
         log.warning(IDLE, plan.stage_of(dist.get_rank()))
     return result
@@ -208,7 +210,22 @@ def check_plans(model: Any, plan: Any, others: Sequence[Any]) -> None:
                 )
 
 
-def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Module]:
+def signature_of(model: nn.Module, plan: Plan | Programs) -> inspect.Signature:
+    """Returns the signature of the model's forward, `self` first, or one that takes anything where targets of a loss
+    do not fit into it. Trainers look there for the columns of a batch that they pass on."""
+    args, kwargs = unflatten(
+        plain(plan.ports.arguments), [None] * sum(port.kind == INPUT for port in plan.ports.inputs)
+    )
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    try:
+        found = inspect.signature(model.forward)
+        found.bind(*args, **kwargs)
+        return found.replace(parameters=[itself, *found.parameters.values()])
+    except (TypeError, ValueError):
+        return inspect.signature(lambda self, *args, **kwargs: None)
+
+
+def parallel_class(cls: type[nn.Module], runners: list[Runner], signature: inspect.Signature) -> type[nn.Module]:
     """Returns the subclass of a model's class whose forward runs programs. A deep copy runs them on its own weights."""
 
     def weights_of(self: nn.Module) -> ModuleWeights:
@@ -236,7 +253,9 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
 
     step.__doc__, no_sync.__doc__, zero_grad.__doc__ = STEP, NO_SYNC, ZERO_GRAD
     own = {"no_sync": no_sync, "zero_grad": zero_grad, RUNNERS: runners}
-    return type(f"Parallel{cls.__name__}", (cls,), members_of(cls, forward, step, runners[0].elsewhere) | own)
+    return type(
+        f"Parallel{cls.__name__}", (cls,), members_of(cls, forward, step, signature, runners[0].elsewhere) | own
+    )
 
 
 def runner_of(module: nn.Module) -> Runner:
@@ -268,6 +287,7 @@ def skeleton(module: nn.Module) -> nn.Module:
             new = copies[id(old)] = old.__class__.__new__(old.__class__)  # parametrized modules refuse copy.copy
             for key, value in vars(old).items():
                 new.__dict__[key] = copy.copy(value) if isinstance(value, dict) else value
+            new.__dict__.pop("forward", None)  # one that was put on the instance is bound to the old one, and planned
             for kind in HOOKS:
                 new.__dict__[kind].clear()
             children = new.__dict__["_modules"]

@@ -47,7 +47,10 @@ FILES = {
     "runtime.start.process_groups": ("start", "stop"),
     "runtime.state.checkpoint": ("Checkpoints",),
 }
-ROOMS = ("api", "boxing", "cli", "errors", "graph", "inspect", "mesh", "passes", "plans", "rules", "runtime", "solver")
+ROOMS = (
+    "api", "boxing", "cli", "errors", "graph", "inspect", "integrations", "mesh", "passes", "plans", "rules", "runtime",
+    "solver",
+)  # fmt: skip
 
 __all__ = [
     "B",

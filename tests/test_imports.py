@@ -23,6 +23,7 @@ FLOORS = (  # from the ground up: a room imports from floors below its own, neve
     ("inspect",),
     ("passes", "runtime"),
     ("api",),
+    ("integrations",),
     ("",),  # the package itself: the names that `import sbpc` gives
     ("cli",),
     ("__main__",),

@@ -4,6 +4,7 @@ pickling."""
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -25,12 +26,17 @@ float("inf") for the largest element. Raises PlanError for a norm that is NaN or
 
 
 def members_of(
-    cls: type[nn.Module], forward: Callable[..., Any], step: Callable[..., Any], elsewhere: Container[str] = ()
+    cls: type[nn.Module],
+    forward: Callable[..., Any],
+    step: Callable[..., Any],
+    signature: inspect.Signature,
+    elsewhere: Container[str] = (),
 ) -> dict[str, Any]:
     """Returns the members of the subclass of a model's class that runs programs. A deep copy runs them on its own
     weights.
 
-    elsewhere: names of parameters that another stage of a pipeline counts.
+    signature: that of forward as its callers see it, `self` first. elsewhere: names of parameters that another stage
+    of a pipeline counts.
     """
 
     def clip_grad_norm_(
@@ -45,9 +51,12 @@ def members_of(
         )
 
     clip_grad_norm_.__doc__ = CLIP
+    running = torch.compiler.disable(forward, reason="sbpc has compiled it")
+    running.__signature__ = signature  # type: ignore[attr-defined]
     return {
-        "forward": torch.compiler.disable(forward, reason="sbpc has compiled it"),
+        "forward": running,
         "step": torch.compiler.disable(step, reason="sbpc has compiled it"),
+        "_get_name": lambda self: cls.__name__,  # libraries look models up by it
         "clip_grad_norm_": clip_grad_norm_,
         "random_state": lambda self: dict(self.__dict__[RANDOM]),
         "set_random_state": set_random_state,
