@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sbpc._compat import HOOKS, slots
+from sbpc._compat import slots
 from sbpc.errors import PlanError
 from sbpc.graph.ports import INPUT, PARAMETER
 from sbpc.graph.pytree import plain, unflatten
@@ -34,7 +34,8 @@ from sbpc.runtime.start.agree import agree
 from sbpc.runtime.state import dtensor_optimizers
 from sbpc.runtime.state.deferred_init import Recording, check_agreement, same_start
 from sbpc.runtime.state.dtensors import of_rank_zero, refuse_pickles, sharded, take_state
-from sbpc.runtime.state.members import RANDOM, WEIGHTS, members_of
+from sbpc.runtime.state.members import members_of
+from sbpc.runtime.state.whole import RANDOM, WEIGHTS, skeleton
 from sbpc.runtime.step import Runner
 from sbpc.runtime.step_function import Apart
 
@@ -61,9 +62,8 @@ def parallelize(
     It has the same names and the same forward, and its class is a subclass of the model's. The model is left as it
     was: make the optimizer after this call, of the new module's parameters. They hold this rank's shards, of rank
     0's values, in their homes; one that no output depends on stays whole. State dicts come as DTensors, and
-    `load_state_dict` takes them whole or as DTensors of any layout. `torch.save` refuses parts: all ranks get whole
-    tensors from `get_model_state_dict(module, options= StateDictOptions(full_state_dict=True))` of
-    torch.distributed.checkpoint.state_dict, which rank 0 may save.
+    `load_state_dict` takes them whole or as DTensors of any layout. `torch.save` refuses parts: take whole tensors by
+    `sbpc.full_state_dict(module)`, or call `module.save_pretrained(folder)` of transformers and peft on all ranks.
 
     Every rank gives the whole batch, the same on all, or its own shard where the plan was made with `inputs=`;
     results come likewise. In the first three calls and every twentieth one the ranks compare checksums of what is to
@@ -79,7 +79,7 @@ def parallelize(
     A loop over micro-batches, with stages or without, is run by `module.step(*args)` alone: every rank gives the whole
     batch, the same on all, and gets the results. For a forward, or a backward apart, give a plan of one program in
     `also`, which stages do not have: there a rank holds the parameters of its stages, and those of other stages are
-    None. Whole state dicts load as they are; `state_dict()` has this rank's stages alone, `sbpc.Checkpoints` saves all.
+    None. Whole state dicts load as they are; `state_dict()` has this rank's stages alone, `full_state_dict` has all.
     Stages skip a step of `torch.amp.GradScaler` together if all have gradients of the same dtypes.
 
     also       more plans of the model, made with `pin=plan.parameters`, so that they store the parameters as `plan`
@@ -276,25 +276,6 @@ def steps_run(module: nn.Module) -> int | None:
 def agreed_seed(where: torch.device) -> int:
     """Returns the seed that rank 0's torch was started with."""
     return int(of_rank_zero(torch.tensor(wrap(torch.initial_seed())), where))
-
-
-def skeleton(module: nn.Module) -> nn.Module:
-    """Copies the tree of modules. The copy shares no table with it and has no hooks: the plan holds what they do."""
-    copies: dict[int, nn.Module] = {}
-
-    def copied(old: nn.Module) -> nn.Module:
-        if id(old) not in copies:
-            new = copies[id(old)] = old.__class__.__new__(old.__class__)  # parametrized modules refuse copy.copy
-            for key, value in vars(old).items():
-                new.__dict__[key] = copy.copy(value) if isinstance(value, dict) else value
-            new.__dict__.pop("forward", None)  # one that was put on the instance is bound to the old one, and planned
-            for kind in HOOKS:
-                new.__dict__[kind].clear()
-            children = new.__dict__["_modules"]
-            children.update((name, None if child is None else copied(child)) for name, child in list(children.items()))
-        return copies[id(old)]
-
-    return copied(module)
 
 
 def fill(result: nn.Module, runner: Runner, value: Callable[[str], Tensor]) -> None:

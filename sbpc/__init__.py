@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sbpc.runtime.one_process.simulate import simulate
     from sbpc.runtime.start.process_groups import start, stop
     from sbpc.runtime.state.checkpoint import Checkpoints
+    from sbpc.runtime.state.whole import full_state_dict
 
 FILES = {
     "api.loading": ("load", "load_module"),
@@ -46,6 +47,7 @@ FILES = {
     "runtime.one_process.simulate": ("simulate",),
     "runtime.start.process_groups": ("start", "stop"),
     "runtime.state.checkpoint": ("Checkpoints",),
+    "runtime.state.whole": ("full_state_dict",),
 }
 ROOMS = (
     "api", "boxing", "cli", "errors", "graph", "inspect", "integrations", "mesh", "passes", "plans", "rules", "runtime",
@@ -64,6 +66,7 @@ __all__ = [
     "S",
     "SbpcError",
     "baseline",
+    "full_state_dict",
     "load",
     "load_module",
     "load_programs",

@@ -4,6 +4,7 @@ pickling."""
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Container
 from typing import Any
@@ -16,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from sbpc._compat import local_of
 from sbpc.errors import PlanError
 from sbpc.runtime.start.lost_ranks import watched
+from sbpc.runtime.state.whole import RANDOM, WEIGHTS, save_pretrained
 
-WEIGHTS, RANDOM = "_sbpc_weights", "_sbpc_random"
 CLIP = """Scales the gradients so that their norm is at most `max_norm`, and returns the norm that they had, 0-dim.
 
 It is `torch.nn.utils.clip_grad_norm_` of all parameters of the model, those on other stages of a pipeline, too, each
@@ -47,13 +48,18 @@ def members_of(
     def pickled(self: nn.Module, protocol: Any) -> Any:
         raise PlanError(
             f"a parallel {cls.__name__} cannot be pickled: it is one rank's part of a running program\n"
-            "  Save its state_dict() with torch.distributed.checkpoint, and the plan with plan.save()."
+            "  Save sbpc.full_state_dict(module), or checkpoints by sbpc.Checkpoints, and the plan by plan.save()."
         )
 
     clip_grad_norm_.__doc__ = CLIP
     running = torch.compiler.disable(forward, reason="sbpc has compiled it")
     running.__signature__ = signature  # type: ignore[attr-defined]
-    return {
+    own = (
+        {"save_pretrained": functools.wraps(cls.save_pretrained)(save_pretrained)}
+        if hasattr(cls, "save_pretrained")
+        else {}
+    )
+    return own | {
         "forward": running,
         "step": torch.compiler.disable(step, reason="sbpc has compiled it"),
         "_get_name": lambda self: cls.__name__,  # libraries look models up by it

@@ -69,7 +69,7 @@ def hf(trainer: Any, mesh: Mesh, *, data: str = "data", **options: Any) -> Plan:
     plan = planned(trainer.model, args, mesh, kwargs=kwargs, **options)
     faces.show(parallelize(trainer.model, plan, device=trainer.args.device.type))
     trainer.accelerator.clip_grad_norm_ = clipping(trainer)
-    install_saving(trainer, faces, plan)
+    install_saving(trainer, plan)
     return plan
 
 

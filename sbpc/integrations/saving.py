@@ -9,28 +9,25 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from sbpc._compat import tree_map
-from sbpc.integrations.faces import Faces
 from sbpc.plans.plan import Plan
 from sbpc.runtime.start.lost_ranks import watched
 from sbpc.runtime.state.dtensors import at_home
+from sbpc.runtime.state.whole import full_state_dict
 
 RANDOM_STATE = "sbpc_random_state.json"
 
 
-def install(trainer: Any, faces: Faces, plan: Plan) -> None:
+def install(trainer: Any, plan: Plan) -> None:
     """Has a trainer save and load whole tensors. All ranks call what it saves by, as it does."""
     save, save_optimizer, save_random = trainer._save, trainer._save_optimizer_and_scheduler, trainer._save_rng_state
     make_optimizer, load_random = trainer.create_optimizer, trainer._load_rng_state
     model = trainer.model
 
     def save_whole(output_dir: str | None = None, state_dict: Any = None) -> None:
-        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        with faces.one_device():
-            save(output_dir, whole)  # on rank 0 alone
+        save(output_dir, full_state_dict(model))  # rank 0 alone writes
         wait()
 
     def save_whole_optimizer(output_dir: str) -> None:
