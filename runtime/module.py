@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from sbpc._compat import slots
 from sbpc.errors import PlanError
+from sbpc.graph.guards import FORWARD
 from sbpc.graph.ports import INPUT, PARAMETER
 from sbpc.graph.pytree import plain, unflatten
 from sbpc.graph.random_bits import wrap
@@ -140,6 +141,8 @@ def parallelize(
     dtensor_optimizers.install()
     refuse_pickles()
     result = skeleton(model)
+    if "forward" in vars(result):  # a library put it on the instance, which stands before the programs in the class
+        vars(result)[FORWARD] = vars(result).pop("forward")
     result.__dict__[RANDOM] = {"seed": agreed_seed(where), "step": 0}
     runners = [(Runner if each.loop is None else LoopRunner)(each, run, where) for each in (plan, *others)]
     fill(result, runners[0], value)

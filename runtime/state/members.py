@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from sbpc._compat import local_of
 from sbpc.errors import PlanError
+from sbpc.graph.guards import FORWARD
 from sbpc.runtime.start.lost_ranks import watched
 from sbpc.runtime.state.whole import RANDOM, WEIGHTS, save_pretrained
 
@@ -62,7 +63,8 @@ def members_of(
     return own | {
         "forward": running,
         "step": torch.compiler.disable(step, reason="sbpc has compiled it"),
-        "_get_name": lambda self: cls.__name__,  # libraries look models up by it
+        "_get_name": lambda self: cls.__name__,  # by which libraries choose losses
+        "_is_accelerate_prepared": True,  # an Accelerator takes it as it is
         "clip_grad_norm_": clip_grad_norm_,
         "random_state": lambda self: dict(self.__dict__[RANDOM]),
         "set_random_state": set_random_state,
@@ -77,7 +79,8 @@ def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copies a parallel module with its weights. Raises PlanError amid an accumulation."""
     refuse_unfinished(self)
     made = memo[id(self)] = self.__class__.__new__(self.__class__)
-    own = {key: value for key, value in self.__dict__.items() if key != WEIGHTS}
+    own = {key: value for key, value in self.__dict__.items() if key not in (WEIGHTS, FORWARD)}
+    made.__dict__.update({FORWARD: vars(self)[FORWARD]} if FORWARD in vars(self) else {})  # of the one-device model
     made.__dict__.update((key, copy.deepcopy(value, memo)) for key, value in own.items())
     return made
 

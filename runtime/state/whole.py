@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from sbpc._compat import HOOKS, TENSORS
 from sbpc.errors import CheckpointError
+from sbpc.graph.guards import FORWARD
 from sbpc.runtime import bind
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.lost_ranks import watched
@@ -122,7 +123,7 @@ def twin_of(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     twin = skeleton(module)
     if RANDOM in vars(module):
         twin.__class__ = type(module).__base__  # type: ignore[assignment]
-    for own in (WEIGHTS, RANDOM):
+    for own in (WEIGHTS, RANDOM, FORWARD):
         vars(twin).pop(own, None)
     made: dict[int, nn.Parameter] = {}
     for path, owner in twin.named_modules(remove_duplicate=False):
@@ -146,7 +147,6 @@ def skeleton(module: nn.Module) -> nn.Module:
             new = copies[id(old)] = old.__class__.__new__(old.__class__)  # parametrized modules refuse copy.copy
             for key, value in vars(old).items():
                 new.__dict__[key] = copy.copy(value) if isinstance(value, dict) else value
-            new.__dict__.pop("forward", None)  # one that was put on the instance is bound to the old one
             for kind in HOOKS:
                 new.__dict__[kind].clear()
             children = new.__dict__["_modules"]

@@ -2,15 +2,17 @@
 
 To the trainer the mesh is one process with a larger batch: every rank loads the same whole batch, as the plan takes
 it, and counts, samples, pads, logs and divides as one process does. So its numbers are those of one process, whatever
-it computes of them. Only what is written is rank 0's alone. `transformers` and `accelerate` are not imported here.
+it computes of them. Only what is written is rank 0's alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 import torch
@@ -64,6 +66,8 @@ def hf(trainer: Any, mesh: Mesh, *, data: str = "data", **options: Any) -> Plan:
     options = check(trainer, options)
     rows = dict(zip(mesh.axes, mesh.sizes)).get(data, 1)
     as_one_process(trainer, rows)
+    if reads_loss_alone(trainer):
+        return_loss_alone(trainer.model)
     faces = Faces(trainer.model)
     args, kwargs = first_call(trainer)
     plan = planned(trainer.model, args, mesh, kwargs=kwargs, **options)
@@ -99,6 +103,29 @@ def as_one_process(trainer: Any, rows: int) -> None:
             args.distributed_state.process_index = rank
 
     trainer._get_dataloader = same_workers
+
+
+def reads_loss_alone(trainer: Any) -> bool:
+    """Returns whether the trainer reads nothing but the loss of what its model returns in training."""
+    import transformers
+
+    own = type(trainer).compute_loss is not transformers.Trainer.compute_loss
+    return not own and trainer.label_smoother is None and trainer.compute_loss_func is None
+
+
+def return_loss_alone(model: nn.Module) -> None:
+    """Has a model of `transformers` leave out its logits in training: no rank needs to hold those of the whole batch."""
+    forward = model.forward
+    if not isinstance(forward, MethodType):
+        return
+
+    @functools.wraps(forward)
+    def loss_alone(*args: Any, **kwargs: Any) -> Any:
+        outputs = forward(*args, **kwargs)
+        loss = outputs.get("loss") if forward.__self__.training and isinstance(outputs, dict) else None
+        return outputs if loss is None else type(outputs)(loss=loss)
+
+    vars(model)["forward"] = loss_alone
 
 
 def first_call(trainer: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
