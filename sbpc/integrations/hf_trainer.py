@@ -114,7 +114,7 @@ def reads_loss_alone(trainer: Any) -> bool:
 
 
 def return_loss_alone(model: nn.Module) -> None:
-    """Has a model of `transformers` leave out its logits in training, so that no rank holds those of the whole batch."""
+    """Has a model of `transformers` return no logits in training, so that no rank holds those of the whole batch."""
     forward = model.forward
     if not isinstance(forward, MethodType):
         return
