@@ -59,8 +59,8 @@ def end_layouts(gm: GraphModule, mesh: Mesh, options: Options) -> tuple[Layouts,
         return options.inputs, options.outputs  # type: ignore[return-value]
     ports, rows = gm.meta["ports"], layout_of_rows(options.inputs, mesh)
     given = [node.meta["val"].shape for port, node in placeholders(gm).items() if port.kind == INPUT]
-    made = {port.name: node for port, node in zip(ports.outputs, results(gm)) if port.kind == OUTPUT}
-    left = [() if made[name] is None else made[name].meta["val"].shape for name in made]
+    made = [node for port, node in zip(ports.outputs, results(gm)) if port.kind == OUTPUT]
+    left = [() if node is None else node.meta["val"].shape for node in made]
     cut = leaves_with_rows([*given, *left])
     count = next((shape[0] for shape in given if shape), 0)
     axes = rows.cuts.get(0, ())

@@ -107,9 +107,9 @@ def parse_layout(text: str | Layout | None, mesh: Mesh, reason: str) -> Layout:
 
 def _cutting(layout: Layout, mesh: Mesh) -> Layout:
     """The layout with B on axes of one rank, where a split cuts nothing."""
-    alone = {axis: B for axis, size in enumerate(mesh.sizes[: len(layout.states)]) if size == 1}
-    split = {axis: state for axis, state in alone.items() if isinstance(layout.states[axis], Split)}
-    return layout.replace(split) if split else layout
+    pairs = enumerate(zip(layout.states, mesh.sizes))
+    nothing: dict[int, State] = {axis: B for axis, (state, size) in pairs if size == 1 and isinstance(state, Split)}
+    return layout.replace(nothing) if nothing else layout
 
 
 def layout_of_rows(names: str, mesh: Mesh) -> Layout:
