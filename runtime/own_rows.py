@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from sbpc.errors import PlanError
 from sbpc.mesh.layout import Layout, chunk
 from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.pins import layout_of_rows
+from sbpc.mesh.pins import layout_of_rows, leaves_with_rows
 from sbpc.runtime.start import lost_ranks, process_groups
 
 Spans = tuple[tuple[int, int], ...]  # by rank: the first row, and how many
@@ -127,6 +127,23 @@ class OwnRows:
             f"with inputs={self.names!r} these are the tensors whose dim 0 was as long as that of the first when "
             "planned, and a list of layouts says it tensor by tensor"
         )
+
+
+def own_of(plan: Any, batch: Sequence[Tensor], on_first: bool = False) -> list[Tensor]:
+    """Returns what this rank gives of a whole batch that every rank has, all of it where it does not give its own rows.
+
+    on_first: the first rank along the axes gives all rows, so that it gets those of all results.
+    """
+    if plan.options.own_rows is None:
+        return list(batch)
+    mesh, layout = plan.mesh, layout_of_rows(plan.options.own_rows, plan.mesh)
+    place = mesh.coordinates(dist.get_rank())
+    others = on_first and any(place[axis] for axis in layout.order)
+    pairs = zip(batch, leaves_with_rows([each.shape for each in batch]))
+    return [
+        each if not has else each[: 0 if others else None] if on_first else layout.shard(each, mesh.sizes, place)
+        for each, has in pairs
+    ]
 
 
 class Moved(Function):

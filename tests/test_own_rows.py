@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
+from sbpc.cli.train_loop import optimizer_of, train
 from sbpc.graph.ports import INPUT, OUTPUT, Port
-from tests.processes import run_ranks
+from sbpc.runtime.state.weight_files import read_tensors, save_tensors, save_weights, weights_of
+from tests.processes import command, run_ranks
 
 SPLITS = ((4, 4), (3, 2), (2, 3), (5, 0), (1, 0))
 PARTS = {sum(split): split for split in SPLITS}
@@ -254,3 +258,28 @@ def test_ranks_that_share_a_batch_must_give_the_same_rows() -> None:
         assert errors[0].startswith("rank 0 gives 4 rows, rank 1 3, and both share one place on inputs='data'\n")
         assert errors[1].startswith("the tensors that rank 2 gives have other numbers of rows than each other")
         assert errors[2].startswith("argument x is not the same on rank 1 as on rank 0")
+
+
+def target() -> tuple[nn.Module, Any]:
+    """A model and its batch, as `sbpc run` takes them."""
+    return chain(), pair()
+
+
+def test_the_command_line_trains_and_infers_by_plans_with_rows_of_each_rank(tmp_path: Path) -> None:
+    file, out, (model, args) = tmp_path / "c.sbpc", tmp_path / "out.safetensors", target()
+    plan = sbpc.plan(model, args, Mesh(data=2), inputs="data")
+    plan.save(tmp_path / "plan.sbpc")
+    plan.export(file, sbpc.plan(model.eval(), args, Mesh(data=2), inputs="data", train=False))
+    save_weights(weights_of(model), file.with_suffix(".safetensors"))
+    save_tensors({str(at): each for at, each in enumerate(args)}, file.with_suffix(".inputs.safetensors"))
+    result = {name: each.detach() for name, each in model(*args).items()}
+    losses = train(model.train(), [(args, {})] * 2, optimizer_of("adamw", model, 1e-3))
+    calls = [
+        ["run", str(file), "--json", "--steps", "2"],
+        ["run", f"{__file__}:target", "--plan", str(tmp_path / "plan.sbpc"), "--json", "--steps", "2"],
+        ["run", str(file), "--infer", "--json", "--output", str(out)],
+    ]
+    found = [json.loads(run_ranks(command, 2, *call)[0]) for call in calls]
+    assert found[0]["losses"] == pytest.approx(losses, rel=1e-10) and found[1]["losses"] == found[0]["losses"]
+    for name, each in read_tensors(out).items():
+        torch.testing.assert_close(each[0], [*result.values()][int(name)], rtol=1e-10, atol=1e-10)
