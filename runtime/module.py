@@ -28,7 +28,7 @@ from sbpc.runtime import bind
 from sbpc.runtime.accumulate import NO_SYNC, ZERO_GRAD
 from sbpc.runtime.executors import executor_of
 from sbpc.runtime.joint_step import STEP, joint_step
-from sbpc.runtime.module_weights import ModuleWeights
+from sbpc.runtime.module_weights import Call, ModuleWeights
 from sbpc.runtime.staged.loop_runner import LoopRunner
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.agree import agree
@@ -66,9 +66,10 @@ def parallelize(
     `load_state_dict` takes them whole or as DTensors of any layout. `torch.save` refuses parts: take whole tensors by
     `sbpc.full_state_dict(module)`, or call `module.save_pretrained(folder)` of transformers and peft on all ranks.
 
-    Every rank gives the whole batch, the same on all, or its own shard where the plan was made with `inputs=`;
-    results come likewise. In the first three calls and every twentieth one the ranks compare checksums of what is to
-    be the same, and all raise PlanError if it is not, as with a DistributedSampler; after these three not of
+    Every rank gives the whole batch, the same on all; or its own rows of it where the plan was made with
+    `inputs="data"`, evenly or not, as the loaders of DistributedSampler and accelerate give them, and gets its rows of
+    the results; or its shards where `inputs=` is a list. In the first three calls and every twentieth one the ranks compare checksums of what is to
+    be the same, and all raise PlanError if it is not; after these three not of
     floating-point numbers on GPUs, which ranks may have computed to other last bits. Ranks may evaluate alone where
     their programs send nothing.
 
@@ -77,8 +78,8 @@ def parallelize(
     outside sends their sum. A DTensor argument is brought to the planned layout. Where the plan has a `loss`, give
     `(*args, *targets)`. `module.clip_grad_norm_(max_norm)` clips the gradients by their norm over all ranks.
 
-    A loop over micro-batches, with stages or without, is run by `module.step(*args)` alone: every rank gives the whole
-    batch, the same on all, and gets the results. For a forward, or a backward apart, give a plan of one program in
+    A loop over micro-batches, with stages or without, is run by `module.step(*args)` alone; with `inputs="data"` rows
+    are gathered first. For a forward, or a backward apart, give a plan of one program in
     `also`, which stages do not have: there a rank holds the parameters of its stages, and those of other stages are
     None. Whole state dicts load as they are; `state_dict()` has this rank's stages alone, `full_state_dict` has all.
     Stages skip a step of `torch.amp.GradScaler` together if all have gradients of the same dtypes.
@@ -205,6 +206,11 @@ def check_plans(model: Any, plan: Any, others: Sequence[Any]) -> None:
         bind.stored(other, model)
         if other.mesh != plan.mesh:
             raise PlanError(f"one plan is for {plan.mesh}, another for {other.mesh}\n  Plan both for one mesh.")
+        if other.options.own_rows != plan.options.own_rows:
+            named = [each.options.own_rows for each in (plan, other)]
+            raise PlanError(
+                f"plans of one module have inputs={named[0]!r} and inputs={named[1]!r}\n  Give all the same."
+            )
         for name, home in plan.parameters.items():
             if other.parameters.get(name, home) != home:
                 raise PlanError(
@@ -238,14 +244,12 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner], signature: inspe
         return weights
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        weights = weights_of(self)
-        return weights.step(weights.runner_of(runners, args, kwargs), self.__dict__[RANDOM], args, kwargs, Apart)
+        weights, call = weights_of(self), Call.of(runners, args, kwargs)
+        return weights.step(weights.runner_of(runners, call), self.__dict__[RANDOM], call, Apart)
 
     def step(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        weights = weights_of(self)
-        return joint_step(
-            weights.runner_of(runners, args, kwargs, at_once=True), weights, self.__dict__[RANDOM], args, kwargs
-        )
+        weights, call = weights_of(self), Call.of(runners, args, kwargs)
+        return joint_step(weights.runner_of(runners, call, at_once=True), weights, self.__dict__[RANDOM], call)
 
     def no_sync(self: nn.Module) -> AbstractContextManager[None]:
         return weights_of(self).sums.no_sync()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,28 @@ from sbpc.graph.ports import BUFFER, PARAMETER, Port
 from sbpc.graph.pytree import flatten, plain, unflatten
 from sbpc.runtime import bind
 from sbpc.runtime.accumulate import Sums
+from sbpc.runtime.own_rows import Rows
 from sbpc.runtime.step import Runner, Way
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a module is called with: tensors, the structure around them, and how many rows of the batch each rank gives
+    where it gives its own."""
+
+    leaves: Sequence[Tensor]
+    structure: Any
+    rows: Rows | None = None
+
+    @classmethod
+    def of(cls, runners: Sequence[Runner], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """Takes the arguments of a call. With `inputs="data"` every rank must do so at the same point."""
+        leaves, structure = flatten((tuple(args), dict(kwargs)), "the arguments")
+        first = next((each for each in runners if each.plan.ports.arguments == structure), runners[0])
+        if first.own is None:
+            return cls(leaves, structure)
+        bind.check_structure(first.plan, structure)
+        return cls(leaves, structure, first.own.of(leaves, first.has_rows, structure))
 
 
 @dataclass
@@ -58,9 +79,7 @@ class ModuleWeights:
         guards = {runner: Guards(module, runner.plan.options.guards) for runner in runners}
         return cls(places, tied, dict(module.named_modules()), guards)
 
-    def runner_of(
-        self, runners: list[Runner], args: Sequence[Any], kwargs: dict[str, Any], at_once: bool = False
-    ) -> Runner:
+    def runner_of(self, runners: list[Runner], call: Call, at_once: bool = False) -> Runner:
         """Returns the runner of the plan for this call. Raises PlanError if there is none.
 
         It was made in the modes and with the numbers that the submodules have now, and for arguments of these
@@ -72,10 +91,9 @@ class ModuleWeights:
             self.in_mode, self.modes = self.of_modes(runners), modes
         found = self.in_mode
         if len(found) > 1:  # one alone says itself what does not fit
-            leaves, structure = flatten((tuple(args), kwargs), "the arguments")
-            found = [runner for runner in self.in_mode if runner.fits(leaves, structure)]
+            found = [runner for runner in self.in_mode if runner.fits(call.leaves, call.structure, call.rows)]
             if not found:
-                raise other_shapes(self.in_mode, leaves, structure)
+                raise other_shapes(self.in_mode, call)
             found.sort(key=lambda runner: runner.trains != torch.is_grad_enabled())
         if not at_once:
             found = [runner for runner in found if runner.plan.loop is None]
@@ -99,16 +117,15 @@ class ModuleWeights:
             raise bind.other_mode(modes, runners[0].modes & self.submodules.keys())
         return found
 
-    def step(
-        self, runner: Runner, random: dict[str, int], args: Sequence[Any], kwargs: dict[str, Any], way: Way
-    ) -> Any:
+    def step(self, runner: Runner, random: dict[str, int], call: Call, way: Way) -> Any:
         """Runs a step, see `Runner.run`."""
         train = runner.trains and torch.is_grad_enabled()
         given = self.by_port(runner, train)
-        for port, leaf in zip(runner.inputs, bind.arguments(runner.plan, args, kwargs)):
-            given[port] = runner.shard_of(port, leaf, train)
+        bind.check_structure(runner.plan, call.structure)
+        for port, leaf in zip(runner.inputs, call.leaves):
+            given[port] = runner.shard_of(port, leaf, train, call.rows)
         self.steps += train
-        return runner.run(given, random, train, way, self.sums)
+        return runner.run(given, random, train, way, self.sums, call.rows)
 
     def by_port(self, runner: Runner, train: bool) -> dict[Port, Any]:
         """Returns the parameters and buffers by port. Raises PlanError if they are no longer what was planned.
@@ -149,7 +166,7 @@ class ModuleWeights:
                     )
 
 
-def other_shapes(runners: Sequence[Runner], leaves: Sequence[Tensor], structure: Any) -> PlanError:
+def other_shapes(runners: Sequence[Runner], call: Call) -> PlanError:
     """Returns the error about arguments for which none of the plans in the mode of the module is."""
 
     def text(kinds: Sequence[tuple[torch.dtype, Sequence[int]]], structure: Any) -> str:
@@ -160,12 +177,15 @@ def other_shapes(runners: Sequence[Runner], leaves: Sequence[Tensor], structure:
 
     known = [
         text(
-            [(runner.shapes[port].dtype, runner.local_shapes[port]) for port in runner.inputs],
+            [(runner.shapes[port].dtype, runner.planned_shape(at)) for at, port in enumerate(runner.inputs)],
             runner.plan.ports.arguments,
         )
         for runner in runners
     ]
-    given = text([(leaf.dtype, leaf.shape) for leaf in leaves], structure)
+    given = text(
+        [(leaf.dtype, runners[0].given_shape(at, leaf, call.rows)) for at, leaf in enumerate(call.leaves)],
+        call.structure,
+    )
     lines = ["no plan is for arguments of these shapes", f"given:   {given}", *(f"planned: {each}" for each in known)]
     todo = (
         "Plan the model on such arguments, too, with pin=plan.parameters, and give it as parallelize(..., also=[...])"

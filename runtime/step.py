@@ -33,13 +33,15 @@ from sbpc.graph.ports import (
     results,
 )
 from sbpc.graph.random_bits import seed_of_step
-from sbpc.mesh.layout import Layout
+from sbpc.mesh.layout import Layout, broadcast
+from sbpc.mesh.pins import leaves_with_rows
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
 from sbpc.plans.step_programs import ENDING, FORWARD, JOINT, UNSENT_JOINT, StepPrograms
 from sbpc.runtime import bind
 from sbpc.runtime.accumulate import Sums, within
 from sbpc.runtime.executors import BoxedFunction, Executor
+from sbpc.runtime.own_rows import OwnRows, Rows
 from sbpc.runtime.prepared import prepared
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.same_calls import SameCalls
@@ -91,6 +93,7 @@ class Runner:
         self.tangents = [at for at, port in enumerate(ports.inputs) if port.kind == TANGENT]
         self.functions: dict[Any, BoxedFunction] = {}
         self.read_again: list[int] | None = None
+        self.own = None if plan.options.own_rows is None else OwnRows(plan.options.own_rows, plan.mesh)
         self.same = self.comparison()
 
     def held(self) -> tuple[Mapping[Port, Layout], tuple[int, ...]]:
@@ -99,7 +102,13 @@ class Runner:
 
     def comparison(self) -> SameCalls:
         """Returns what compares the calls of all ranks."""
-        return SameCalls(self.plan.mesh, [self.layouts[port] for port in self.inputs], self.names)
+        return SameCalls(self.plan.mesh, [self.layouts[port] for port in self.inputs], self.names, self.axis_of_rows)
+
+    @property
+    def axis_of_rows(self) -> str | None:
+        """An axis along which ranks could give their own rows, and do not."""
+        axes = [axis for axis in self.plan.mesh.axes if axis != self.plan.axis]
+        return axes[0] if axes and self.plan.options.own_rows is None else None
 
     @functools.cached_property
     def programs(self) -> Programs | StepPrograms:
@@ -129,21 +138,43 @@ class Runner:
         """Returns the submodules that were in eval mode when the model was planned."""
         return frozenset(self.plan.options.eval)
 
-    def fits(self, leaves: Sequence[Tensor], structure: Any) -> bool:
+    def fits(self, leaves: Sequence[Tensor], structure: Any, rows: Rows | None) -> bool:
         """Returns whether the plan is for arguments of these shapes, types and structure."""
         return structure == self.plan.ports.arguments and all(
             leaf.dtype == self.shapes[port].dtype
-            and leaf.shape == (self.shapes[port].shape if isinstance(leaf, DTensor) else self.local_shapes[port])
-            for port, leaf in zip(self.inputs, leaves)
+            and self.given_shape(at, leaf, rows) == self.planned_shape(at, isinstance(leaf, DTensor))
+            for at, (port, leaf) in enumerate(zip(self.inputs, leaves))
         )
 
+    @functools.cached_property
+    def has_rows(self) -> list[bool]:
+        """Returns which arguments each rank gives its own rows of."""
+        shapes = [self.shapes[port].shape for port in self.inputs]
+        return leaves_with_rows(shapes) if self.own is not None else [False] * len(shapes)
+
+    def given_shape(self, at: int, leaf: Tensor, rows: Rows | None) -> tuple[int, ...]:
+        """Returns the shape of an argument, with the rows of all ranks where each gives its own."""
+        own = rows is not None and self.has_rows[at] and leaf.dim() and not isinstance(leaf, DTensor)
+        return (rows.total, *leaf.shape[1:]) if rows is not None and own else tuple(leaf.shape)
+
+    def planned_shape(self, at: int, whole: bool = False) -> tuple[int, ...]:
+        """Returns the shape that `given_shape` is to be. whole: of a DTensor."""
+        port = self.inputs[at]
+        return tuple(self.shapes[port].shape) if whole or self.has_rows[at] else self.local_shapes[port]
+
     def run(
-        self, given: dict[Port, Any], random: dict[str, int], train: bool, way: Way, sums: Sums | None = None
+        self,
+        given: dict[Port, Any],
+        random: dict[str, int],
+        train: bool,
+        way: Way,
+        sums: Sums | None = None,
+        rows: Rows | None = None,
     ) -> Any:
         """Returns the results, in the model's structure, for parameters, buffers and arguments; it writes the buffers.
 
-        random: counts the steps that draw. way: what runs the programs of a step that trains. Raises PlanError if
-        the ranks do not make the same call, see `SameCalls`.
+        random: counts the steps that draw. way: what runs the programs of a step that trains. rows: each rank gets
+        its own of these. Raises PlanError if the ranks do not make the same call, see `SameCalls`.
         """
         how = way.how + within(sums) if train else "without gradients"
         arguments = [given[port] for port in self.inputs]
@@ -169,7 +200,20 @@ class Runner:
                 for port, value in named.items():
                     if port.kind == MUTATION:
                         given[Port(BUFFER, port.name)].copy_(value)
-            return bind.outputs(self.plan, named)
+            return bind.outputs(self.plan, named if rows is None else self.own_results(named, rows))
+
+    def own_results(self, named: Mapping[Port, Any], rows: Rows) -> dict[Port, Any]:
+        """Returns results with this rank's own rows of those that have the rows of the batch."""
+        if self.plan.options.outputs not in (None, self.plan.options.own_rows):
+            return dict(named)
+        whole = broadcast(self.plan.mesh.axes)
+        left = {} if self.plan.loop is not None else self.plan.left
+        return {
+            port: rows.left(value, left.get(port) or whole)
+            if port.kind == OUTPUT and isinstance(value, Tensor)
+            else value
+            for port, value in named.items()
+        }
 
     def joint(self, values: list[Tensor], sums: Sums) -> tuple[list[Tensor], Sequence[Tensor | None]]:
         """Runs forward and backward as one program, for a loss with a gradient of 1. Returns results, and gradients
@@ -241,9 +285,9 @@ class Runner:
             for port in self.takes
         }
 
-    def shard_of(self, port: Port, given: Tensor, train: bool) -> Tensor:
-        """Returns this rank's shard of an argument. A DTensor is brought to the planned layout, others are in it
-        already."""
+    def shard_of(self, port: Port, given: Tensor, train: bool, rows: Rows | None = None) -> Tensor:
+        """Returns this rank's shard of an argument. A DTensor is brought to the planned layout, and so are each
+        rank's own rows; others are in it already."""
         planned = self.shapes[port]
         if train and given.requires_grad and port not in self.gradients:
             raise PlanError(
@@ -260,6 +304,14 @@ class Runner:
                     "  Make it on mesh.device_mesh(), or give this rank's shard as a plain tensor."
                 )
             return given.redistribute(mesh, home).to_local(grad_placements=home)
+        if rows is not None and self.has_rows[int(port.name)]:
+            if self.given_shape(int(port.name), given, rows) != tuple(planned.shape) or given.dtype != planned.dtype:
+                there = f"{given.dtype} {self.given_shape(int(port.name), given, rows)}"
+                raise PlanError(
+                    f"argument {port.name} of all ranks together is {there}, the plan is for {planned.dtype} "
+                    f"{tuple(planned.shape)}\n  {bind.OTHER_SHAPES}"
+                )
+            given = rows.given(given, self.layouts[port])
         bind.check(f"argument {port.name}", given, planned, self.local_shapes[port])
         moves = self.plan.loop is not None and not given.is_meta  # each micro-batch comes to the device when it runs
         if given.device.type != self.where.type and not moves and (given.is_meta or given.dim()):
