@@ -82,7 +82,14 @@ def language(folder: str, mesh: Any) -> dict[str, Any]:
         save_total_limit=1, load_best_model_at_end=True, lr_scheduler_type="cosine", warmup_steps=1, weight_decay=0.1,
     )  # fmt: skip
     model = llama()
-    trainer = Trainer(model=model, args=args, train_dataset=rows(), eval_dataset=rows(6), data_collator=padded, compute_metrics=accuracy)
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=rows(),
+        eval_dataset=rows(6),
+        data_collator=padded,
+        compute_metrics=accuracy,
+    )
     started(trainer, mesh).train()
     predictions = trainer.predict(rows(6)).predictions
     trainer.save_model(f"{folder}/final")
@@ -99,3 +106,56 @@ def resumed(folder: str, mesh: Any) -> dict[str, Any]:
     (checkpoint,) = Path(folder).glob("checkpoint-*")
     started(trainer, mesh).train(resume_from_checkpoint=str(checkpoint))
     return {"logs": logs(trainer)[-3:]}
+
+
+def adapters(folder: str, mesh: Any) -> dict[str, Any]:
+    """LoRA on frozen weights: the run goes on from its first checkpoint, and what is saved is the adapter alone."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import Trainer
+
+    def trainer(steps: int) -> Any:
+        args = arguments(folder, mesh, max_steps=steps, save_strategy="steps", save_steps=2)
+        model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+        return started(Trainer(model=model, args=args, train_dataset=rows(32), data_collator=padded), mesh)
+
+    trainer(2).train()
+    again = trainer(4)
+    again.train(resume_from_checkpoint=True)
+    again.save_model(f"{folder}/final")
+    held = sorted(path.name for path in Path(folder, "final").glob("*.safetensors"))
+    saved = PeftModel.from_pretrained(llama(), f"{folder}/final")
+    return {"logs": logs(again), "held": held, "weights": dict(saved.state_dict())}
+
+
+def tuned(folder: str, mesh: Any) -> dict[str, Any]:
+    """SFTTrainer, whose loss reads more than the loss that its model returns; it asks for checkpointing by itself."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = Tokenizer(
+        models.WordLevel(
+            {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{at}": at + 3 for at in range(90)}}, unk_token="<unk>"
+        )
+    )
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    texts = [" ".join(f"w{int(at) % 90}" for at in row["input_ids"][:8]) for row in rows(32)]
+    args = arguments(folder, mesh, SFTConfig, max_steps=3, max_length=12, eval_strategy="steps", eval_steps=3)
+    data = Dataset.from_dict({"text": texts})
+    trainer = SFTTrainer(
+        model=llama(), args=args, train_dataset=data, eval_dataset=data.select(range(6)), processing_class=tokenizer
+    )
+    started(trainer, mesh).train()
+    return {"logs": logs(trainer)}
+
+
+def smoothed(folder: str, mesh: Any) -> dict[str, Any]:
+    """A loss that the trainer makes of the logits, and adafactor."""
+    from transformers import Trainer
+
+    args = arguments(folder, mesh, max_steps=2, label_smoothing_factor=0.1, optim="adafactor")
+    trainer = started(Trainer(model=llama(), args=args, train_dataset=rows(16), data_collator=padded), mesh)
+    trainer.train()
+    return {"logs": logs(trainer)}
