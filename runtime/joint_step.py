@@ -44,7 +44,7 @@ class AtOnce:
         return results
 
 
-def joint_step(runner: Runner, weights: ModuleWeights, random: dict[str, int], call: Call) -> Any:
+def joint_step(runner: Runner, weights: ModuleWeights, call: Call, random: dict[str, int]) -> Any:
     """Runs forward and backward, leaves the gradients in `.grad`, and returns the results of the forward."""
     if not runner.trains or not torch.is_grad_enabled():
         raise PlanError(

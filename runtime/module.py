@@ -27,9 +27,10 @@ from sbpc.plans.rank_programs import Programs
 from sbpc.runtime import bind
 from sbpc.runtime.accumulate import NO_SYNC, ZERO_GRAD
 from sbpc.runtime.executors import executor_of
+from sbpc.runtime.further_plans import FurtherPlans, most_plans, runner_for
 from sbpc.runtime.joint_step import STEP, joint_step
-from sbpc.runtime.module_weights import Call, ModuleWeights
-from sbpc.runtime.staged.loop_runner import LoopRunner
+from sbpc.runtime.module_weights import Call, ModuleWeights, Unplanned
+from sbpc.runtime.own_rows import OwnRows
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.agree import agree
 from sbpc.runtime.state import dtensor_optimizers
@@ -51,7 +52,7 @@ def parallelize(
     model: nn.Module,
     plan: Plan | Programs,
     *,
-    also: Sequence[Plan | Programs] = (),
+    also: str | Sequence[Plan | Programs] = (),
     evaluate: Plan | Programs | None = None,
     init: Callable[[], nn.Module] | None = None,
     weights: Callable[[str], Tensor] | None = None,
@@ -67,22 +68,22 @@ def parallelize(
     `sbpc.full_state_dict(module)`, or call `module.save_pretrained(folder)` of transformers and peft on all ranks.
 
     Every rank gives the whole batch, the same on all; or its own rows of it where the plan was made with
-    `inputs="data"`, evenly or not, as the loaders of DistributedSampler and accelerate give them, and gets its rows of
-    the results; or its shards where `inputs=` is a list. In the first three calls and every twentieth one the ranks compare checksums of what is to
-    be the same, and all raise PlanError if it is not; after these three not of
-    floating-point numbers on GPUs, which ranks may have computed to other last bits. Ranks may evaluate alone where
-    their programs send nothing.
+    `inputs="data"`, evenly or not, as the loaders of DistributedSampler and accelerate give them, and gets its rows
+    of the results; or its shards where `inputs=` is a list. In the first three calls and every twentieth one the
+    ranks compare checksums of what is to be the same, and all raise PlanError if it is not; after these three not
+    of floating-point numbers on GPUs, which ranks may have computed to other last bits. Ranks may evaluate alone
+    where their programs send nothing.
 
     `loss = module.step(*args)` runs forward and backward as one program and leaves the gradients in `.grad`: it takes
     the seconds that the plan predicts. Backwards within `with module.no_sync():` send no gradients; the next one
     outside sends their sum. A DTensor argument is brought to the planned layout. Where the plan has a `loss`, give
     `(*args, *targets)`. `module.clip_grad_norm_(max_norm)` clips the gradients by their norm over all ranks.
 
-    A loop over micro-batches, with stages or without, is run by `module.step(*args)` alone; with `inputs="data"` rows
-    are gathered first. For a forward, or a backward apart, give a plan of one program in
-    `also`, which stages do not have: there a rank holds the parameters of its stages, and those of other stages are
-    None. Whole state dicts load as they are; `state_dict()` has this rank's stages alone, `full_state_dict` has all.
-    Stages skip a step of `torch.amp.GradScaler` together if all have gradients of the same dtypes.
+    A loop over micro-batches, with stages or without, is run by `module.step(*args)` alone; with `inputs="data"`
+    rows are gathered first. For a forward, or a backward apart, give a plan of one program in `also`, which stages
+    do not have: there a rank holds the parameters of its stages, and those of other stages are None. Whole state
+    dicts load as they are; `state_dict()` has this rank's stages alone, `full_state_dict` has all. Stages skip a
+    step of `torch.amp.GradScaler` together if all have gradients of the same dtypes.
 
     also       more plans of the model, made with `pin=plan.parameters`, so that they store the parameters as `plan`
                does: for arguments of other shapes, such as a last smaller batch, for `.eval()`, or with `train=False`;
@@ -94,6 +95,11 @@ def parallelize(
                    small = sbpc.plan(model, last_batch, mesh, pin=plan.parameters)
                    test = sbpc.plan(model.eval(), test_batch, mesh, train=False, pin=plan.parameters)
                    module = sbpc.parallelize(model.train(), plan, also=[small, test])
+
+               Or "auto": arguments of new shapes, modes (`.eval()`, `torch.no_grad()`) and constants are planned when
+               they come, with the homes and the options of `plan`, on all ranks at once, up to 8 plans in all, or 20 by
+               "auto:20". Each takes as long as `sbpc.plan`, once: the cache of plans keeps it. The logger "sbpc" says
+               so at INFO. `sbpc.buckets` pads batches to few shapes. The ranks compare their calls each time.
 
     evaluate   one more such plan, for when `.eval()` is called on the module.
     init       what builds the model on one device, such as its class, for a model on the meta device that is too large
@@ -120,13 +126,14 @@ def parallelize(
     attributes that the forward reads than were planned, for gradients of gradients, and when it is pickled;
     LostRankError, which names them, when ranks no longer answer.
     """
-    run = executor_of(executor)
-    others = [*several(also), *([] if evaluate is None else [evaluate])]
+    run, most = executor_of(executor), most_plans(also)
+    others = [*([] if most is not None else several(also)), *([] if evaluate is None else [evaluate])]
     check_plans(model, plan, others)
     where = process_groups.start(device)
     process_groups.check_ranks(plan.mesh)
     for each in (plan, *others):
         agree(each)
+    further = None if most is None else FurtherPlans(unfilled(model), plan, most, run, where)
     if plan.axis is None:
         process_groups.bind(plan.mesh)
     else:
@@ -145,9 +152,9 @@ def parallelize(
     if "forward" in vars(result):  # a library put it on the instance, which stands before the programs in the class
         vars(result)[FORWARD] = vars(result).pop("forward")
     result.__dict__[RANDOM] = {"seed": agreed_seed(where), "step": 0}
-    runners = [(Runner if each.loop is None else LoopRunner)(each, run, where) for each in (plan, *others)]
+    runners = [runner_for(each, run, where) for each in (plan, *others)]
     fill(result, runners[0], value)
-    result.__class__ = parallel_class(type(model), runners, signature_of(model, plan))
+    result.__class__ = parallel_class(type(model), runners, signature_of(model, plan), further)
     if plan.axis is not None and not any(each.requires_grad for each in result.parameters()):
         log.warning(IDLE, plan.stage_of(dist.get_rank()))
     return result
@@ -234,8 +241,15 @@ def signature_of(model: nn.Module, plan: Plan | Programs) -> inspect.Signature:
         return inspect.signature(lambda self, *args, **kwargs: None)
 
 
-def parallel_class(cls: type[nn.Module], runners: list[Runner], signature: inspect.Signature) -> type[nn.Module]:
-    """Returns the subclass of a model's class whose forward runs programs. A deep copy runs them on its own weights."""
+def parallel_class(
+    cls: type[nn.Module], runners: list[Runner], signature: inspect.Signature, further: FurtherPlans | None = None
+) -> type[nn.Module]:
+    """Returns the subclass of a model's class whose forward runs programs. A deep copy runs them on its own weights.
+
+    further: what makes a plan for a call that none is for.
+    """
+    names = runners[0].plan.options.own_rows
+    ranks = None if names is None and further is None else OwnRows(names, runners[0].plan.mesh)
 
     def weights_of(self: nn.Module) -> ModuleWeights:
         weights: ModuleWeights | None = self.__dict__.get(WEIGHTS)
@@ -243,13 +257,23 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner], signature: inspe
             weights = self.__dict__[WEIGHTS] = ModuleWeights.of(self, runners)
         return weights
 
+    def of_call(self: nn.Module, args: Any, kwargs: Any, at_once: bool) -> tuple[Runner, ModuleWeights, Call]:
+        weights = weights_of(self)
+        call = weights.call_of(runners, args, kwargs, at_once, ranks)
+        try:
+            return weights.runner_of(runners, call, alone=further is None), weights, call
+        except Unplanned as error:
+            if further is None:
+                raise
+            runners.append(further.runner(self, runners, call, error))
+            return weights.runner_of(runners, call, alone=False), weights, call
+
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        weights, call = weights_of(self), Call.of(runners, args, kwargs)
-        return weights.step(weights.runner_of(runners, call), self.__dict__[RANDOM], call, Apart)
+        runner, weights, call = of_call(self, args, kwargs, False)
+        return weights.step(runner, self.__dict__[RANDOM], call, Apart)
 
     def step(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        weights, call = weights_of(self), Call.of(runners, args, kwargs)
-        return joint_step(weights.runner_of(runners, call, at_once=True), weights, self.__dict__[RANDOM], call)
+        return joint_step(*of_call(self, args, kwargs, True), self.__dict__[RANDOM])
 
     def no_sync(self: nn.Module) -> AbstractContextManager[None]:
         return weights_of(self).sums.no_sync()
@@ -283,6 +307,18 @@ def steps_run(module: nn.Module) -> int | None:
 def agreed_seed(where: torch.device) -> int:
     """Returns the seed that rank 0's torch was started with."""
     return int(of_rank_zero(torch.tensor(wrap(torch.initial_seed())), where))
+
+
+def unfilled(model: nn.Module) -> nn.Module:
+    """Returns a copy of a model on one device, with its hooks, whose weights hold no numbers."""
+    result, made = skeleton(model, hooks=True), dict[int, Tensor]()
+    for _, table, key in list(slots(result)):
+        old = table[key]
+        if id(old) not in made:
+            empty = torch.empty_like(old, device="meta")
+            made[id(old)] = nn.Parameter(empty, old.requires_grad) if isinstance(old, nn.Parameter) else empty
+        table[key] = made[id(old)]
+    return result
 
 
 def fill(result: nn.Module, runner: Runner, value: Callable[[str], Tensor]) -> None:

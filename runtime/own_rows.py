@@ -63,19 +63,20 @@ class Rows:
 
 
 class OwnRows:
-    """Finds out at every call how many rows each rank gives. names: the axes that share them."""
+    """Finds out at every call how many rows each rank gives, and whether all make the same call. names: the axes that
+    share rows, None where all ranks give the same."""
 
-    def __init__(self, names: str, mesh: Mesh) -> None:
+    def __init__(self, names: str | None, mesh: Mesh) -> None:
         self.names, self.mesh = names, mesh
-        axes = layout_of_rows(names, mesh).cuts.get(0, ())
+        axes = () if names is None else layout_of_rows(names, mesh).cuts.get(0, ())
         self.places = [tuple(mesh.coordinates(rank)[axis] for axis in axes) for rank in range(mesh.ranks)]
         others = [axis for axis in range(len(mesh.axes)) if axis not in axes]
         self.others = [tuple(mesh.coordinates(rank)[axis] for axis in others) for rank in range(mesh.ranks)]
         self.group = process_groups.everyone() if mesh.ranks > 1 else None
 
-    def of(self, leaves: Sequence[Tensor], has_rows: Sequence[bool], structure: Any) -> Rows:
-        """Returns the rows of a call. has_rows: which of its tensors have them. Every rank must call this at the same
-        point.
+    def of(self, leaves: Sequence[Tensor], has_rows: Sequence[bool], about: Any) -> Rows:
+        """Returns the rows of a call. has_rows: which of its tensors have them. about: what else is to be the same on
+        all ranks. Every rank must call this at the same point.
 
         Raises PlanError, the same on all ranks, where their arguments do not go together.
         """
@@ -85,12 +86,12 @@ class OwnRows:
             (str(leaf.dtype), leaf.requires_grad, tuple(leaf.shape)[has and not isinstance(leaf, DTensor) :])
             for leaf, has in zip(leaves, has_rows)
         ]
-        by_rank = self.everywhere(rows, [kinds, structure, torch.is_grad_enabled()])
+        by_rank = self.everywhere(rows, [kinds, about])
         first: dict[Any, int] = {}
         for rank, count in enumerate(by_rank):
             if count == UNEQUAL:
                 what = f"the tensors that rank {rank} gives have other numbers of rows than each other: {counts}"
-                raise PlanError(f"{what}\n  Give the same rows of each; {self.told}.")
+                raise PlanError(f"{what}\n  {self.told}.")
             if count != by_rank[first.setdefault(self.places[rank], rank)]:
                 before = first[self.places[rank]]
                 what = f"rank {before} gives {by_rank[before]} rows, rank {rank} {count}, and both share one place"
@@ -117,15 +118,17 @@ class OwnRows:
                 what = (
                     f"rank {rank} gives other arguments than rank 0\n  rank 0: {there[0]}\n  rank {rank}: {there[rank]}"
                 )
-                raise PlanError(f"{what}\n  Give tensors that differ in the number of rows alone; {self.told}.")
+                raise PlanError(f"{what}\n  {self.told}.")
         return [int(each[0]) for each in found]
 
     @property
     def told(self) -> str:
         """What says which tensors have rows, and how to say it otherwise."""
+        if self.names is None:
+            return "Give the same batch on all ranks, in the same mode"
         return (
-            f"with inputs={self.names!r} these are the tensors whose dim 0 was as long as that of the first when "
-            "planned, and a list of layouts says it tensor by tensor"
+            "Give as many rows of each, and all else alike on all ranks. Rows have the tensors whose dim 0 was as long "
+            "as that of the first one when planned; a list of layouts, inputs=[...], says it tensor by tensor"
         )
 
 

@@ -41,7 +41,7 @@ from sbpc.plans.step_programs import ENDING, FORWARD, JOINT, UNSENT_JOINT, StepP
 from sbpc.runtime import bind
 from sbpc.runtime.accumulate import Sums, within
 from sbpc.runtime.executors import BoxedFunction, Executor
-from sbpc.runtime.own_rows import OwnRows, Rows
+from sbpc.runtime.own_rows import Rows
 from sbpc.runtime.prepared import prepared
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.same_calls import SameCalls
@@ -93,7 +93,6 @@ class Runner:
         self.tangents = [at for at, port in enumerate(ports.inputs) if port.kind == TANGENT]
         self.functions: dict[Any, BoxedFunction] = {}
         self.read_again: list[int] | None = None
-        self.own = None if plan.options.own_rows is None else OwnRows(plan.options.own_rows, plan.mesh)
         self.same = self.comparison()
 
     def held(self) -> tuple[Mapping[Port, Layout], tuple[int, ...]]:
@@ -138,27 +137,22 @@ class Runner:
         """Returns the submodules that were in eval mode when the model was planned."""
         return frozenset(self.plan.options.eval)
 
-    def fits(self, leaves: Sequence[Tensor], structure: Any, rows: Rows | None) -> bool:
-        """Returns whether the plan is for arguments of these shapes, types and structure."""
+    def fits(self, leaves: Sequence[Tensor], structure: Any, shapes: Sequence[Sequence[int]]) -> bool:
+        """Returns whether the plan is for arguments of these shapes, types and structure. shapes: with the rows of all
+        ranks where each gives its own."""
         return structure == self.plan.ports.arguments and all(
-            leaf.dtype == self.shapes[port].dtype
-            and self.given_shape(at, leaf, rows) == self.planned_shape(at, isinstance(leaf, DTensor))
-            for at, (port, leaf) in enumerate(zip(self.inputs, leaves))
+            leaf.dtype == self.shapes[port].dtype and shape == self.planned_shape(at, isinstance(leaf, DTensor))
+            for at, (port, leaf, shape) in enumerate(zip(self.inputs, leaves, shapes))
         )
 
     @functools.cached_property
     def has_rows(self) -> list[bool]:
         """Returns which arguments each rank gives its own rows of."""
         shapes = [self.shapes[port].shape for port in self.inputs]
-        return leaves_with_rows(shapes) if self.own is not None else [False] * len(shapes)
-
-    def given_shape(self, at: int, leaf: Tensor, rows: Rows | None) -> tuple[int, ...]:
-        """Returns the shape of an argument, with the rows of all ranks where each gives its own."""
-        own = rows is not None and self.has_rows[at] and leaf.dim() and not isinstance(leaf, DTensor)
-        return (rows.total, *leaf.shape[1:]) if rows is not None and own else tuple(leaf.shape)
+        return [False] * len(shapes) if self.plan.options.own_rows is None else leaves_with_rows(shapes)
 
     def planned_shape(self, at: int, whole: bool = False) -> tuple[int, ...]:
-        """Returns the shape that `given_shape` is to be. whole: of a DTensor."""
+        """Returns the shape of an argument that all ranks give together, or each. whole: of a DTensor."""
         port = self.inputs[at]
         return tuple(self.shapes[port].shape) if whole or self.has_rows[at] else self.local_shapes[port]
 
@@ -305,12 +299,8 @@ class Runner:
                 )
             return given.redistribute(mesh, home).to_local(grad_placements=home)
         if rows is not None and self.has_rows[int(port.name)]:
-            if self.given_shape(int(port.name), given, rows) != tuple(planned.shape) or given.dtype != planned.dtype:
-                there = f"{given.dtype} {self.given_shape(int(port.name), given, rows)}"
-                raise PlanError(
-                    f"argument {port.name} of all ranks together is {there}, the plan is for {planned.dtype} "
-                    f"{tuple(planned.shape)}\n  {bind.OTHER_SHAPES}"
-                )
+            together = given.new_empty((rows.total, *given.shape[1:]), device="meta")
+            bind.check(f"argument {port.name} of all ranks together", together, planned)
             given = rows.given(given, self.layouts[port])
         bind.check(f"argument {port.name}", given, planned, self.local_shapes[port])
         moves = self.plan.loop is not None and not given.is_meta  # each micro-batch comes to the device when it runs

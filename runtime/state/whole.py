@@ -138,8 +138,9 @@ def twin_of(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     return twin
 
 
-def skeleton(module: nn.Module) -> nn.Module:
-    """Copies the tree of modules. The copy shares no table with it and has no hooks: the plan holds what they do."""
+def skeleton(module: nn.Module, hooks: bool = False) -> nn.Module:
+    """Copies the tree of modules. The copy shares no table with it and has no hooks, as the plan holds what they do,
+    unless `hooks`."""
     copies: dict[int, nn.Module] = {}
 
     def copied(old: nn.Module) -> nn.Module:
@@ -147,7 +148,7 @@ def skeleton(module: nn.Module) -> nn.Module:
             new = copies[id(old)] = old.__class__.__new__(old.__class__)  # parametrized modules refuse copy.copy
             for key, value in vars(old).items():
                 new.__dict__[key] = copy.copy(value) if isinstance(value, dict) else value
-            for kind in HOOKS:
+            for kind in () if hooks else HOOKS:
                 new.__dict__[kind].clear()
             children = new.__dict__["_modules"]
             children.update((name, None if child is None else copied(child)) for name, child in list(children.items()))

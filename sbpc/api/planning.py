@@ -15,11 +15,13 @@ from sbpc.api.checks import check_mesh, checked, with_options
 from sbpc.api.plan_cache import remembered
 from sbpc.api.task import captured
 from sbpc.errors import check_kinds
+from sbpc.graph.pytree import flatten
 from sbpc.inspect.graph_text import graph_text
 from sbpc.inspect.report import plan_json
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.plan import Plan
 
+OF_STEPS = ("microbatches", "schedule", "stages", "panels", "slices", "recompute")  # of forward and backward together
 STEP = ("kwargs", "loss", "targets", "train", "dtype", "capture", "dump")  # what `captured` takes
 
 
@@ -77,7 +79,28 @@ def plan(
     step = captured(
         model, args, kwargs=kwargs, loss=loss, targets=targets, train=train, dtype=dtype, capture=capture, dump=dump
     )
-    return traced(remembered(step, mesh, asked))
+    made = traced(remembered(step, mesh, asked))
+    made.another = alike(mesh, options, {"loss": loss, "dtype": dtype, "capture": capture}, targets)
+    return made
+
+
+def alike(mesh: Mesh, options: Mapping[str, Any], about: Mapping[str, Any], targets: Any) -> Any:
+    """Returns what plans a step of the same model on other arguments, whose targets come last, and with the same
+    parameters at the same homes."""
+    last = len(targets) if isinstance(targets, (tuple, list)) else 1
+    asked = {name: value for name, value in options.items() if name not in ("pin", "dynamic")}
+
+    def another(
+        model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool, pin: Any, at_once: bool
+    ) -> Plan:
+        own, behind = args[: len(args) - last], args[len(args) - last :]
+        changed = {name: value for name, value in asked.items() if at_once or name not in OF_STEPS}
+        if count := changed.get("microbatches"):
+            batch = next((len(each) for each in flatten(args)[0] if each.dim()), 1)
+            changed["microbatches"] = max(parts for parts in range(1, count + 1) if batch % parts == 0)
+        return plan(model, own, mesh, kwargs=kwargs, targets=behind, train=train, pin=pin, **about, **changed)
+
+    return another
 
 
 def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, **options: Any) -> Plan:

@@ -36,7 +36,7 @@ class _Called(BaseException):
         self.call = args, kwargs
 
 
-def hf(trainer: Any, mesh: Mesh, *, data: str = "data", **options: Any) -> Plan:
+def hf(trainer: Any, mesh: Mesh, *, data: str = "data", also: str = "auto:32", **options: Any) -> Plan:
     """Makes a `transformers.Trainer` train and evaluate its model on a mesh. Returns the plan of its first batch.
 
     Every rank of torchrun runs the script as it is for one device, with one more line; the trainer may be of a
@@ -53,6 +53,8 @@ def hf(trainer: Any, mesh: Mesh, *, data: str = "data", **options: Any) -> Plan:
     when they come, in the same homes.
 
     data       the axis that counts for the size of the batch. The plan uses every axis as it is fastest.
+    also       at most how many plans there may be, as `sbpc.parallelize` takes it: batches that are padded to many lengths
+               need many. `pad_to_multiple_of=64` of a collator makes few of them.
     options    those of `sbpc.plan`, such as `memory=`.
 
     `bf16=True` plans in bfloat16, `gradient_checkpointing=True` with `recompute="full"`, and
@@ -71,7 +73,8 @@ def hf(trainer: Any, mesh: Mesh, *, data: str = "data", **options: Any) -> Plan:
     faces = Faces(trainer.model)
     args, kwargs = first_call(trainer)
     plan = planned(trainer.model, args, mesh, kwargs=kwargs, **options)
-    faces.show(parallelize(trainer.model, plan, device=trainer.args.device.type))
+    plan.another = faces.planning(plan.another)
+    faces.show(parallelize(trainer.model, plan, also=also, device=trainer.args.device.type))
     trainer.accelerator.clip_grad_norm_ = clipping(trainer)
     install_saving(trainer, plan)
     return plan
