@@ -232,9 +232,14 @@ class Runner:
         """Returns the gradients by port of what UNSENT, or the end of UNSENT_JOINT, gives: None for those that
         `sums` keeps."""
         first = list(self.gradients.values()).count(False)
-        others, homes = iter(computed[:first]), sums.gradients(self, self.bring_home, computed[first:])
+        others, homes = iter(computed[:first]), sums.gradients(self, computed[first:])
         whole = repeat(None) if homes is None else iter(homes)
         return [next(whole) if is_parameter else next(others) for is_parameter in self.gradients.values()]
+
+    @functools.cached_property
+    def trained(self) -> list[str]:
+        """Returns the names of the parameters that get gradients, in the order of these."""
+        return [port.name for port, is_parameter in self.gradients.items() if is_parameter]
 
     def bring_home(self, sums: Sequence[Tensor]) -> Sequence[Tensor]:
         """Returns the gradients of parameters from sums of what their ways home begin with."""

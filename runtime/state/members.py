@@ -89,7 +89,7 @@ def refuse_unfinished(module: nn.Module) -> None:
     """Raises PlanError if a module keeps gradients of backwards within `no_sync`, which no state dict and no copy
     holds."""
     weights = vars(module).get(WEIGHTS)
-    if weights is not None and weights.sums.held:
+    if weights is not None and weights.sums.unfinished:
         raise PlanError(
             "the module keeps gradients of backwards within no_sync, which would be lost\n"
             "  Call backward outside of no_sync and optimizer.step() first, or module.zero_grad()."
