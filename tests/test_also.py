@@ -167,11 +167,20 @@ def of_loops(plans: dict[str, sbpc.Plan]) -> list[tuple[str, list[Tensor]]]:
                 loss = backward(module, *batch(0, rows)) if way == "backward" else module.step(*batch(0, rows))
                 found.append((f"{way} {rows}", [loss, *(whole(p.grad) for p in module.parameters())]))
         runner, (x, _) = runner_of(module), batch(0, 8)
+        assert "one is a loop" in said(partial(kept_by_a_loop, module, 8 if first == "loop" else 16))
+        module.zero_grad()
         if first == "loop":
             # another device than that of the batch, of which micro-batches go there one by one
             runner.where = torch.device("meta")
             assert runner.shard_of(runner.inputs[0], x, True) is x
     return found
+
+
+def kept_by_a_loop(module: Any, rows: int) -> None:
+    """A backward outside of no_sync, of another plan than the loop that ran within."""
+    with module.no_sync():
+        module.step(*batch(0, rows))
+    module.step(*batch(0, 3))
 
 
 def test_loops_stand_beside_programs_of_the_whole_batch_in_one_module() -> None:
