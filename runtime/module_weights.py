@@ -64,8 +64,8 @@ class ModuleWeights:
         """Returns the runner of the plan for this call. Raises PlanError if there is none.
 
         It was made in the modes and with the numbers that the submodules have now, and for arguments of these
-        shapes. Among several, it is one that trains if gradients are on. at_once: whether forward and backward run
-        together, as a loop always runs them.
+        shapes. Among several, it is one that trains if gradients are on, with those that are asked for. at_once:
+        whether forward and backward run together, as a loop always runs them.
         """
         modes = [module.training for module in self.submodules.values()]
         if not self.in_mode or modes != self.modes:
@@ -76,7 +76,8 @@ class ModuleWeights:
             found = [runner for runner in self.in_mode if runner.fits(leaves, structure)]
             if not found:
                 raise other_shapes(self.in_mode, leaves, structure)
-            found.sort(key=lambda runner: runner.trains != torch.is_grad_enabled())
+            values = {port: table[key] for port, (table, key) in self.places.items()}
+            found.sort(key=lambda runner: runner.unlike(leaves, values))
         if not at_once:
             found = [runner for runner in found if runner.plan.loop is None]
             if not found:

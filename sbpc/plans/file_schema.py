@@ -151,8 +151,8 @@ OPTIONS = record({
     "dtype": either(NONE, NAME), "eval": many(NAME), "left_out": many(NAME), "memory": MEMORY, "pin": table(NAME),
     "spread": FLAG, "microbatches": COUNT, "panels": COUNT, "slices": COUNT, "recompute": NAME, "baseline": NAME,
     "schedule": NAME, "stages": either(NONE, NAME), "inputs": LAYOUTS, "outputs": LAYOUTS, "guards": table(many(LINE)),
-    "loss": leaf(lambda v: type(v) is int and v >= 0),
     "dynamic": many(row(NAME, either(INTEGER, many(either(NONE, NAME))))),
+    "loss": leaf(lambda v: type(v) is int and v >= 0),
 })  # fmt: skip
 FIGURE = either(NONE, LINE, leaf(lambda v: is_number(v, (int, float))))
 FIGURES = table(either(FIGURE, table(FIGURE), many(table(FIGURE))))  # `Cluster.of` checks the rest
