@@ -105,8 +105,8 @@ class ModuleWeights:
         there is none.
 
         It was made in the modes and with the numbers that the submodules have now, and for arguments of these
-        shapes. Among several, it is one that trains if gradients are on. alone: if one plan is left, its runner says
-        itself what does not fit.
+        shapes. Among several, it is one that trains if gradients are on, with those that are asked for. alone: if one
+        plan is left, its runner says itself what does not fit.
         """
         modes = [module.training for module in self.submodules.values()]
         if len(self.guards) != len(runners) or modes != self.modes:
@@ -117,7 +117,8 @@ class ModuleWeights:
             found = [runner for runner in self.in_mode if runner.fits(call.leaves, call.structure, call.shapes)]
             if not found:
                 raise other_shapes(self.in_mode, call)
-            found.sort(key=lambda runner: runner.trains != torch.is_grad_enabled())
+            values = {port: table[key] for port, (table, key) in self.places.items()}
+            found.sort(key=lambda runner: runner.unlike(call.leaves, values))
         if not call.at_once:
             found = [runner for runner in found if runner.plan.loop is None]
             if not found:

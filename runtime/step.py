@@ -156,6 +156,18 @@ class Runner:
         port = self.inputs[at]
         return tuple(self.shapes[port].shape) if whole or self.has_rows[at] else self.local_shapes[port]
 
+    def unlike(self, leaves: Sequence[Tensor], weights: Mapping[Port, Tensor]) -> tuple[int, ...]:
+        """Returns how unlike a call the plan is: in that it trains, in how many gradients that it lacks, or has of
+        parameters that are frozen, and in how many of arguments that nobody asks for."""
+        if not torch.is_grad_enabled():
+            return int(self.trains), 0, 0
+        values = [*weights.items(), *zip(self.inputs, leaves)]
+        unused = {Port(PARAMETER, name) for name in self.plan.ports.unused}
+        asked = {port for port, value in values if getattr(value, "requires_grad", False)} - unused
+        less, more = asked - self.gradients.keys(), self.gradients.keys() - asked
+        frozen = sum(port.kind == PARAMETER for port in more)
+        return int(not self.trains), len(less) + frozen, len(more) - frozen
+
     def run(
         self,
         given: dict[Port, Any],
@@ -291,7 +303,8 @@ class Runner:
         if train and given.requires_grad and port not in self.gradients:
             raise PlanError(
                 f"argument {port.name} asks for a gradient, and asked for none when planned\n"
-                "  Plan with an argument that has requires_grad=True, or detach this one."
+                "  Plan with an argument that has requires_grad=True, which parallelize(..., also=[plan]) takes beside "
+                "one without; or detach this one."
             )
         if isinstance(given, DTensor):
             bind.check(f"argument {port.name}", given, planned)
@@ -350,8 +363,8 @@ def check_trained(port: Port, value: Tensor, trained: bool) -> None:
         now = "asks" if value.requires_grad else "does not ask"
         raise PlanError(
             f"parameter {port.name} {now} for a gradient, unlike when it was planned\n"
-            "  Call requires_grad_ before sbpc.plan; to leave it as it is for a while, give the optimizer other "
-            "parameters."
+            "  Call requires_grad_ before sbpc.plan; to freeze it for a while, plan it frozen, too, for "
+            "parallelize(..., also=[plan])."
         )
 
 

@@ -202,3 +202,47 @@ def test_loops_stand_beside_programs_of_the_whole_batch_in_one_module() -> None:
             (wanted + (model(*batch(1, rows)) if "no_sync" in what else 0.0)).backward()
             torch.testing.assert_close(loss, wanted.detach(), msg=what)
             torch.testing.assert_close(gradients, [p.grad for p in model.parameters()], msg=what)
+
+
+def adversaries(module: Any) -> list[Tensor]:
+    """What a discriminator gives by turns: its gradients of what is real, that of a fake, and of a fake while it is frozen."""
+    found = []
+    for rows, asks, frozen in (
+        (8, False, False),
+        (8, True, False),
+        (8, True, True),
+        (8, False, False),
+        (3, True, False),
+    ):
+        x = batch(0, rows)[0].requires_grad_(asks)
+        module.requires_grad_(not frozen)
+        module.zero_grad()
+        module(x).square().sum().backward()
+        found += [whole(each.grad) for each in (x, *module.parameters()) if each.grad is not None]
+    return found
+
+
+def on_both(*plans: sbpc.Plan) -> list[list[Tensor]]:
+    """On a rank: the same whichever plan comes first."""
+    torch.set_default_dtype(torch.float64)
+    orders = [plans, plans[::-1]]
+    return [adversaries(sbpc.parallelize(seeded(Critic), first, also=others)) for first, *others in orders]
+
+
+class Critic(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def test_of_two_plans_the_one_runs_that_gives_the_gradients_that_are_asked_for() -> None:
+    torch.set_default_dtype(torch.float64)
+    model, mesh = seeded(Critic), Mesh(x=2)
+    x, fake, few = batch(0, 8)[0], batch(0, 8)[0].requires_grad_(), batch(0, 3)[0].requires_grad_()
+    real = sbpc.plan(model, (x,), mesh, pin={"0.weight": "S(0)"})
+    plans = [real, *(sbpc.plan(model, (each,), mesh, pin=real.parameters) for each in (fake, few))]
+    plans.append(sbpc.plan(model.requires_grad_(False), (fake,), mesh, pin=real.parameters))
+    expected = adversaries(model)
+    for found in run_ranks(on_both, 2, *plans):
+        for each in found:
+            assert len(each) == len(expected) == 4 + 5 + 1 + 4 + 5
+            torch.testing.assert_close(each, expected, rtol=1e-12, atol=1e-14)

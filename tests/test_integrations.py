@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 import sbpc
-from tests.processes import run_ranks
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the import
 for library in ("transformers", "accelerate", "peft", "trl", "datasets"):

@@ -32,7 +32,7 @@ def plan(
     mesh: Mesh,
     *,
     kwargs: Mapping[str, Any] | None = None,
-    loss: Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | str | None = None,
     targets: Sequence[Any] = (),
     train: bool = True,
     dtype: Any = None,
@@ -43,8 +43,10 @@ def plan(
     """Returns the plan of one step of `model(*args, **kwargs)` on `mesh`: the fastest layouts, with a bound and a
     proof.
 
-    model and args may be on the meta device: no op is computed, nothing is allocated. A model that returns a scalar
-    is its own loss. Otherwise `loss` makes one: the step is `loss(model(*args, **kwargs), *targets)`, and
+    model and args may be on the meta device: no op is computed, nothing is allocated. The loss is the result called
+    `loss`, else a scalar that the model returns alone, first of several, or as the only one with a gradient; a text
+    names another: loss="1" or loss="losses.first", and then the others get no gradient. A function as `loss` makes
+    it: the step is `loss(model(*args, **kwargs), *targets)`, and
     `sbpc.simulate` and the module from `sbpc.parallelize` take `(*args, *targets)`. Without it, the gradients of the
     outputs come from outside: call the parallel module, and `backward` on a loss of your own. A plan holds for the
     shapes of args, for train or eval mode as the modules are in now, for the code of your own forwards, and for the

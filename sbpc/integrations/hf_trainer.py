@@ -53,8 +53,8 @@ def hf(trainer: Any, mesh: Mesh, *, data: str = "data", also: str = "auto:32", *
     when they come, in the same homes.
 
     data       the axis that counts for the size of the batch. The plan uses every axis as it is fastest.
-    also       at most how many plans there may be, as `sbpc.parallelize` takes it: batches that are padded to many lengths
-               need many. `pad_to_multiple_of=64` of a collator makes few of them.
+    also       how many plans there may be, as `sbpc.parallelize` takes it: batches that are padded to many lengths need
+               many. `pad_to_multiple_of=64` of a collator makes few of them.
     options    those of `sbpc.plan`, such as `memory=`.
 
     `bf16=True` plans in bfloat16, `gradient_checkpointing=True` with `recompute="full"`, and

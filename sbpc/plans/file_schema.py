@@ -153,6 +153,7 @@ OPTIONS = record({
     "spread": FLAG, "microbatches": COUNT, "panels": COUNT, "slices": COUNT, "recompute": NAME, "baseline": NAME,
     "schedule": NAME, "stages": either(NONE, NAME), "inputs": ENDS, "outputs": ENDS, "guards": table(many(LINE)),
     "dynamic": many(row(NAME, either(INTEGER, many(either(NONE, NAME))))),
+    "loss": leaf(lambda v: type(v) is int and v >= 0),
 })  # fmt: skip
 FIGURE = either(NONE, LINE, leaf(lambda v: is_number(v, (int, float))))
 FIGURES = table(either(FIGURE, table(FIGURE), many(table(FIGURE))))  # `Cluster.of` checks the rest

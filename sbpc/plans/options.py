@@ -30,9 +30,10 @@ class Options:
     """What a plan was asked for, and what it knows of the step: that it trains, the name and the modes of the model,
     what it was drawn from. `help(sbpc.plan)` tells of each keyword.
 
-    baseline: the expert that is followed. forms: by block what its backward computes again, where that is not what
-    `recompute` says. dtype: name of the autocast type. eval: modules in eval mode. left_out: entries of a state dict
-    that the model leaves out. guards: see `sbpc.graph.guards`. Layouts are texts.
+    loss: which result is the loss, if one is. baseline: the expert that is followed. forms: by block what its backward
+    computes again, where that is not what `recompute` says. dtype: name of the autocast type. eval: modules in eval
+    mode. left_out: entries of a state dict that the model leaves out. guards: see `sbpc.graph.guards`. Layouts are
+    texts.
     """
 
     optimizer: str | None = option(
@@ -151,6 +152,7 @@ class Options:
     dtype: str | None = None
     eval: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    loss: int | None = None
     guards: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -218,8 +218,9 @@ def train_job(job: Job, options: argparse.Namespace, first: bool) -> dict[str, A
         assert isinstance(job.plan, Plan)
         traced = TracedSteps(job.module, job.plan, options.steps - start)
     run: Any = traced or job.module.step
+    number = job.plan.options.loss
     figures: dict[str, Any] = {"start": start}
-    figures["losses"] = train(job.module, map(job.batch, range(start, options.steps)), optimizer, tell, run)
+    figures["losses"] = train(job.module, map(job.batch, range(start, options.steps)), optimizer, tell, run, number)
     if len(stamps) > 1:
         figures["step_seconds"] = statistics.median(later - earlier for earlier, later in itertools.pairwise(stamps))
     if checkpoints:
