@@ -119,7 +119,7 @@ class ModuleWeights:
                 raise other_shapes(self.in_mode, call)
             found.sort(key=lambda runner: runner.trains != torch.is_grad_enabled())
         if not call.at_once:
-            found = [runner for runner in found if runner.plan.loop is None]
+            found = [runner for runner in found if runner.plan.loop is None or not runner.plan.options.train]
             if not found:
                 raise Unplanned(
                     "a module with micro-batches or stages runs forward and backward together\n  Call "
