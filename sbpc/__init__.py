@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sbpc.api.buckets import buckets
     from sbpc.api.loading import load, load_module
     from sbpc.api.planning import baseline, plan
     from sbpc.api.sweep import sweep
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from sbpc.runtime.state.checkpoint import Checkpoints
 
 FILES = {
+    "api.buckets": ("buckets",),
     "api.loading": ("load", "load_module"),
     "api.planning": ("baseline", "plan"),
     "api.sweep": ("sweep",),
@@ -61,6 +63,7 @@ __all__ = [
     "S",
     "SbpcError",
     "baseline",
+    "buckets",
     "load",
     "load_module",
     "load_programs",
