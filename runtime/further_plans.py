@@ -55,9 +55,10 @@ class FurtherPlans:
                 f"  Pad batches to few lengths, see sbpc.buckets, or allow more: also='auto:{2 * self.most}'."
             ) from error
         train = self.plan.options.train and torch.is_grad_enabled()
-        if (call.at_once and not train) or (self.plan.axis is not None and not call.at_once):
+        if (call.at_once and not train) or (self.plan.axis is not None and train and not call.at_once):
             raise error
         plan = self.planned(module, call, train, len(runners) + 1)
+        check_homes(self.plan, plan)
         agree(plan)
         made = runner_for(plan, self.run, self.where)
         if not made.fits(call.leaves, call.structure, call.shapes) or made.has_rows != [*call.has_rows]:
@@ -79,7 +80,13 @@ class FurtherPlans:
         ]
         args, kwargs = unflatten(call.structure, leaves)
         return self.another(
-            self.model, args, kwargs, train=train, pin=self.plan.parameters, at_once=call.at_once and train
+            self.model,
+            args,
+            kwargs,
+            train=train,
+            pin=self.plan.parameters,
+            cuts=self.plan.cuts,
+            at_once=call.at_once,
         )
 
     def follow(self, module: nn.Module) -> None:
@@ -96,6 +103,37 @@ class FurtherPlans:
 def runner_for(plan: Any, run: Executor, where: torch.device) -> Runner:
     """Returns what runs a plan."""
     return (Runner if plan.loop is None else LoopRunner)(plan, run, where)
+
+
+def check_homes(plan: Any, other: Any) -> None:
+    """Raises PlanError unless two plans store the parameters alike, each on the same stage."""
+    for name, home in plan.parameters.items():
+        if other.parameters.get(name, home) != home:
+            raise PlanError(
+                f"{name} is stored in {home} by one plan, in {other.parameters[name]} by the other\n"
+                "  Make the other one with pin=plan.parameters."
+            )
+    if plan.axis != other.axis:
+        raise PlanError(
+            f"one plan has stages along {plan.axis!r}, another along {other.axis!r}\n  Give both the same stages=; a "
+            "forward alone has them with train=False."
+        )
+    held = [stages_of(each) for each in (plan, other)] if plan.axis is not None else [{}, {}]
+    for name, stages in held[1].items():
+        if stages != held[0].get(name, stages):
+            raise PlanError(
+                f"{name} is on the stages {held[0][name]} of one plan, on {stages} of the other\n"
+                "  Make the other one with cuts=plan.cuts."
+            )
+
+
+def stages_of(plan: Plan) -> dict[str, list[int]]:
+    """Returns the stages on which each parameter is."""
+    found: dict[str, list[int]] = {}
+    for at, chunk in enumerate(plan.chunks):
+        for name in chunk.parameters:
+            found[name] = sorted({*found.get(name, ()), plan.owners[at]})
+    return found
 
 
 def is_plain(value: Any) -> bool:

@@ -27,7 +27,7 @@ from sbpc.plans.rank_programs import Programs
 from sbpc.runtime import bind
 from sbpc.runtime.accumulate import NO_SYNC, ZERO_GRAD
 from sbpc.runtime.executors import executor_of
-from sbpc.runtime.further_plans import FurtherPlans, most_plans, runner_for
+from sbpc.runtime.further_plans import FurtherPlans, check_homes, most_plans, runner_for
 from sbpc.runtime.joint_step import STEP, joint_step
 from sbpc.runtime.module_weights import Call, ModuleWeights, Unplanned
 from sbpc.runtime.own_rows import OwnRows
@@ -80,10 +80,11 @@ def parallelize(
     `(*args, *targets)`. `module.clip_grad_norm_(max_norm)` clips the gradients by their norm over all ranks.
 
     A loop over micro-batches, with stages or without, is run by `module.step(*args)` alone; with `inputs="data"`
-    rows are gathered first. For a forward, or a backward apart, give a plan of one program in `also`, which stages
-    do not have: there a rank holds the parameters of its stages, and those of other stages are None. Whole state
-    dicts load as they are; `state_dict()` has this rank's stages alone, `full_state_dict` has all. Stages skip a
-    step of `torch.amp.GradScaler` together if all have gradients of the same dtypes.
+    rows are gathered first. For a forward, or a backward apart, give a plan of one program in `also`; with stages,
+    for a forward alone, one with the same stages and `train=False, cuts=plan.cuts`. With stages a rank holds the
+    parameters of its stages, and those of other stages are None. Whole state dicts load as they are; `state_dict()`
+    has this rank's stages alone, `full_state_dict` has all. Stages skip a step of `torch.amp.GradScaler`
+    together if all have gradients of the same dtypes.
 
     also       more plans of the model, made with `pin=plan.parameters`, so that they store the parameters as `plan`
                does: for arguments of other shapes, such as a last smaller batch, for `.eval()`, or with `train=False`;
@@ -206,9 +207,6 @@ def check_plans(model: Any, plan: Any, others: Sequence[Any]) -> None:
     bind.check_module(model)
     for each in (plan, *others):
         bind.check_plan(each)
-    if others and any(each.axis is not None for each in (plan, *others)):
-        todo = "Leave also= and evaluate= out; evaluate in another job, from a checkpoint."
-        raise PlanError(f"a module with stages is for training alone, and stages are no further plan\n  {todo}")
     for other in others:
         bind.stored(other, model)
         if other.mesh != plan.mesh:
@@ -218,12 +216,7 @@ def check_plans(model: Any, plan: Any, others: Sequence[Any]) -> None:
             raise PlanError(
                 f"plans of one module have inputs={named[0]!r} and inputs={named[1]!r}\n  Give all the same."
             )
-        for name, home in plan.parameters.items():
-            if other.parameters.get(name, home) != home:
-                raise PlanError(
-                    f"{name} is stored in {home} by one plan, in {other.parameters[name]} by the other\n"
-                    "  Make the other one with pin=plan.parameters."
-                )
+        check_homes(plan, other)
 
 
 def signature_of(model: nn.Module, plan: Plan | Programs) -> inspect.Signature:

@@ -120,7 +120,7 @@ class ModuleWeights:
             values = {port: table[key] for port, (table, key) in self.places.items()}
             found.sort(key=lambda runner: runner.unlike(call.leaves, values))
         if not call.at_once:
-            found = [runner for runner in found if runner.plan.loop is None]
+            found = [runner for runner in found if runner.plan.loop is None or not runner.plan.options.train]
             if not found:
                 raise Unplanned(
                     "a module with micro-batches or stages runs forward and backward together\n  Call "

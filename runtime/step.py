@@ -200,7 +200,7 @@ class Runner:
                     results = way.run(self, sums or Sums(), values, parameters, leaves)
                 else:
                     with torch.no_grad():
-                        results = list(self.function(INFERENCE)(values))
+                        results = self.infer(values)
             named = dict(zip(self.results, results))
             with torch.no_grad():
                 for port, value in named.items():
@@ -220,6 +220,10 @@ class Runner:
             else value
             for port, value in named.items()
         }
+
+    def infer(self, values: list[Tensor]) -> list[Tensor]:
+        """Runs the forward alone, of which nothing is saved."""
+        return list(self.function(INFERENCE)(values))
 
     def joint(self, values: list[Tensor], sums: Sums) -> tuple[list[Tensor], Sequence[Tensor | None]]:
         """Runs forward and backward as one program, for a loss with a gradient of 1. Returns results, and gradients

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sbpc.api.buckets import buckets
     from sbpc.api.loading import load, load_module
     from sbpc.api.planning import baseline, plan
     from sbpc.api.sweep import sweep
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from sbpc.runtime.state.whole import full_state_dict
 
 FILES = {
+    "api.buckets": ("buckets",),
     "api.loading": ("load", "load_module"),
     "api.planning": ("baseline", "plan"),
     "api.sweep": ("sweep",),
@@ -66,6 +68,7 @@ __all__ = [
     "S",
     "SbpcError",
     "baseline",
+    "buckets",
     "full_state_dict",
     "load",
     "load_module",

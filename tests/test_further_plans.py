@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
+from sbpc.runtime.further_plans import check_homes
 from tests.processes import run_ranks
 
 BATCHES = ((8, 6), (3, 4), (8, 6))  # rows and length
@@ -125,3 +126,78 @@ def test_batches_of_new_shapes_and_modes_are_planned_when_they_come() -> None:
         )  # training and evaluation of two shapes, of which one was there, and one more
         assert "there are 2 plans, as many as also='auto:2' allows: no plan is for arguments" in found["errors"][0]
         assert "rank 1 gives other arguments than rank 0" in found["errors"][1]
+
+
+class Deep(nn.Module):
+    """Layers to cut into stages, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+        self.scale = 1.0
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = F.gelu(layer(x)) * (1.5 if self.training else 1.0)
+        return {"loss": F.mse_loss(x, y), "out": x}
+
+
+def deep() -> Any:
+    torch.manual_seed(0)
+    return Deep().double()
+
+
+def rows_of(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    return tuple(torch.randn(count, 6, generator=generator, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
+
+
+def staged(module: Any, step: Callable[..., Any]) -> Any:
+    """Losses of training and of evaluation, by turns, on 8 and on 6 rows; what the last evaluation gives."""
+    optimizer = torch.optim.SGD([*module.parameters()], lr=0.5)
+    found, result = [], {}
+    for count in (8, 6):
+        optimizer.zero_grad()
+        found.append(step(module.train(), *rows_of(count))["loss"].item())
+        optimizer.step()
+        with torch.no_grad():
+            result = module.eval()(*rows_of(count))
+        found.append(result["loss"].item())
+    return torch.tensor(found), result["out"]
+
+
+def by_autograd(module: Any, *args: Tensor) -> Any:
+    result = module(*args)
+    result["loss"].backward()
+    return result
+
+
+def in_stages(*plans: sbpc.Plan) -> Any:
+    mesh = Mesh(pipe=2)
+    plan = sbpc.plan(deep(), rows_of(8), mesh, stages="pipe", microbatches=2)
+    found = [staged(sbpc.parallelize(deep(), plan, also="auto"), lambda module, *args: module.step(*args))]
+    module = sbpc.parallelize(deep(), plans[0], also=plans[1:])
+    return [*found, staged(module, lambda module, *args: module.step(*args))]
+
+
+def test_evaluation_stands_beside_stages_in_one_module() -> None:
+    asked: dict[str, Any] = {"stages": "pipe", "microbatches": 2}
+    first = sbpc.plan(deep(), rows_of(8), Mesh(pipe=2), **asked)
+    assert first.cuts == ["layers.3.weight"]
+    asked |= {"pin": first.parameters}
+    plans = [first, sbpc.plan(deep(), rows_of(6), Mesh(pipe=2), cuts=first.cuts, **asked)]
+    plans += [
+        sbpc.plan(deep().eval(), rows_of(count), Mesh(pipe=2), train=False, cuts=first.cuts, **asked)
+        for count in (8, 6)
+    ]
+    other = sbpc.plan(deep(), rows_of(6), Mesh(pipe=2), cuts=["layers.1.weight"], **asked)
+    assert other.cuts == ["layers.1.weight"]
+    assert "is on the stages [1] of one plan, on [0] of the other" in said(lambda: check_homes(other, first))
+    assert "cuts= names 'nothing'" in said(
+        lambda: sbpc.plan(deep(), rows_of(6), Mesh(pipe=2), cuts=["nothing"], **asked)
+    )
+    losses, out = staged(deep(), by_autograd)
+    for ranks in run_ranks(in_stages, 2, *plans):
+        for found, result in ranks:
+            torch.testing.assert_close(found, losses, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(result, out, rtol=1e-10, atol=1e-10)

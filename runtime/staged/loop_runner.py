@@ -68,6 +68,12 @@ class LoopRunner(Runner):
     def shard_of(self, port: Port, given: Tensor, train: bool, rows: Rows | None = None) -> Tensor:
         return super().shard_of(port, given.full_tensor() if isinstance(given, DTensor) else given, train, rows)
 
+    exchanges = True  # stages wait for each other
+
+    def infer(self, values: list[Tensor]) -> list[Tensor]:
+        results, _ = Step(self, dict(zip(self.takes, values)), Sums()).run()
+        return [results[port] for port in self.results]
+
     def chunk_function(self, at: int, which: Parts, adding: bool) -> BoxedFunction:
         """Returns the compiled program of some parts of a chunk, or of a piece of it."""
         if (at, which, adding) not in self.functions:

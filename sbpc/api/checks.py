@@ -71,6 +71,7 @@ def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
         objective=(known.objective, "a text"),
         spread=(known.spread, "True or False"),
         schedule=(known.schedule, "a text", "None"),
+        cuts=(known.cuts, "a list", "None"),
         stages=(known.stages, "a text", "None"),
     )
     layouts = [(f"pin {name!r}", layout) for name, layout in (known.pin or {}).items()]
@@ -107,7 +108,7 @@ def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
             loop = "microbatches= above 1 without inputs=, outputs=, spread=, panels= and objective='bytes'"
             raise SbpcError(f"{what}\n  Give stages=, or {loop}, or leave it out.")
     if mesh is not None and options.stages is not None:
-        check_staged(mesh, train, options)
+        check_staged(mesh, options)
     return options
 
 
@@ -136,11 +137,9 @@ def may_loop(asked: Options) -> bool:
     return (asked.microbatches or 1) > 1 and not others and asked.objective != BYTES
 
 
-def check_staged(mesh: Mesh, train: bool, options: Options) -> None:
+def check_staged(mesh: Mesh, options: Options) -> None:
     """Raises SbpcError for what cannot be asked of a plan with stages."""
     mesh.without(options.stages)
-    if not train:
-        raise SbpcError("stages= is for training\n  Plan the forward alone without it.")
     if options.objective == BYTES:
         raise SbpcError("objective='bytes' with stages=\n  Leave it out: a pipeline is planned to be fast.")
     if options.panels not in (None, 1):

@@ -56,7 +56,7 @@ def plan(
     or draws random numbers of Python or numpy, is refused, and so are hooks on parameters.
 
     train      forward and backward, else the forward alone. To evaluate beside training, plan `model.eval()` with
-               `train=False, pin=plan.parameters`; see `evaluate` of `sbpc.parallelize`.
+               `train=False, pin=plan.parameters`, with stages also `cuts=plan.cuts`; see `also` of `sbpc.parallelize`.
     dtype      the type for autocast, such as torch.bfloat16; None is no autocast.
     capture    "light", or "aot" for torch's own tracer.
     dump       a folder for the text of the graph after every pass.
@@ -93,10 +93,13 @@ def alike(mesh: Mesh, options: Mapping[str, Any], about: Mapping[str, Any], targ
     asked = {name: value for name, value in options.items() if name not in ("pin", "dynamic")}
 
     def another(
-        model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool, pin: Any, at_once: bool
+        model: nn.Module, args: Sequence[Any], kwargs: Any, train: bool, pin: Any, cuts: Sequence[str], at_once: bool
     ) -> Plan:
         own, behind = args[: len(args) - last], args[len(args) - last :]
-        changed = {name: value for name, value in asked.items() if at_once or name not in OF_STEPS}
+        staged = asked.get("stages") is not None
+        changed = {name: value for name, value in asked.items() if at_once or staged or name not in OF_STEPS}
+        if staged:
+            changed["cuts"] = cuts
         if count := changed.get("microbatches"):
             batch = next((len(each) for each in flatten(args)[0] if each.dim()), 1)
             changed["microbatches"] = max(parts for parts in range(1, count + 1) if batch % parts == 0)

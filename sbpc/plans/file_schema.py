@@ -152,7 +152,7 @@ OPTIONS = record({
     "dtype": either(NONE, NAME), "eval": many(NAME), "left_out": many(NAME), "memory": MEMORY, "pin": table(NAME),
     "spread": FLAG, "microbatches": COUNT, "panels": COUNT, "slices": COUNT, "recompute": NAME, "baseline": NAME,
     "schedule": NAME, "stages": either(NONE, NAME), "inputs": ENDS, "outputs": ENDS, "guards": table(many(LINE)),
-    "dynamic": many(row(NAME, either(INTEGER, many(either(NONE, NAME))))),
+    "cuts": many(NAME), "dynamic": many(row(NAME, either(INTEGER, many(either(NONE, NAME))))),
     "loss": leaf(lambda v: type(v) is int and v >= 0),
 })  # fmt: skip
 FIGURE = either(NONE, LINE, leaf(lambda v: is_number(v, (int, float))))

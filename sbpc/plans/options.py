@@ -129,6 +129,11 @@ class Options:
         'comes beside earlier ones). It is taken as it is. None is "1f1b", for a loop without stages "breadth-first" '
         "where the simulated step is shorter by 2 % so, and fits.",
     )
+    cuts: Sequence[str] | None = option(
+        None,
+        "where the chunks of a model in stages begin, as `plan.cuts` says it of another plan: the name of the first "
+        "parameter of each but the first. Plans of one module are to be cut alike. None is where stages are even.",
+    )
     recompute: str = option(
         NONE,
         'what a backward computes again instead of having it kept since the forward: "none"; "selective", in each '
@@ -161,6 +166,8 @@ class Options:
         for name in ("inputs", "outputs"):
             if (layouts := getattr(self, name)) is not None and not isinstance(layouts, str):
                 object.__setattr__(self, name, tuple(layout if layout is None else str(layout) for layout in layouts))
+        if self.cuts is not None:
+            object.__setattr__(self, "cuts", tuple(self.cuts))
 
     @property
     def own_rows(self) -> str | None:

@@ -88,6 +88,16 @@ class PlannedStep(Pipeline):
         return 0 if self.axis is None else self.mesh.coordinates(rank)[self.mesh.axis(self.axis)]
 
     @functools.cached_property
+    def cuts(self) -> list[str]:
+        """The first parameter of every chunk but the first that earlier ones do not have, as `cuts=` takes them."""
+        known, found = set[str](), list[str]()
+        for chunk in self.chunks:
+            own = [port.name for port in chunk.ports.inputs if port.kind == PARAMETER and port.name not in known]
+            found += own[:1]
+            known.update(own)
+        return found[1:]
+
+    @functools.cached_property
     def sources(self) -> dict[str, tuple[int, Port]]:
         """By name of a value that crosses, the chunk that sends it and the port."""
         return {name: (at, port) for at, chunk in enumerate(self.chunks) for port, name in chunk.sends.items()}
