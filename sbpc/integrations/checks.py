@@ -11,24 +11,23 @@ from sbpc.runtime.module import RUNNERS
 
 TYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 REFUSED = {  # options of TrainingArguments: why, and what to do
-    "deepspeed": "DeepSpeed would divide the model, too: leave it out, and give memory= for ZeRO where it pays",
-    "fsdp": "FSDP would divide the model, too: leave it out, and give memory= for ZeRO where it pays",
-    "parallelism_config": "the mesh says it all: leave it out",
-    "torch_compile": "a plan's programs are compiled already: leave it out",
-    "auto_find_batch_size": "a batch that fits is found without running it: give memory= and the largest batch",
-    "neftune_noise_alpha": "its hook comes when the model is planned already: put the noise into the model's forward",
-    "use_liger_kernel": "it would put its kernels into a planned model: leave it out, or patch the model before",
-    "bf16_full_eval": "it would cast the planned weights: leave it out, bf16=True evaluates in bfloat16",
-    "fp16_full_eval": "it would cast the planned weights: leave it out, fp16=True evaluates in float16",
+    "deepspeed": ("DeepSpeed would divide the model, too", "Leave it out: memory= of hf has ZeRO where it pays."),
+    "fsdp": ("FSDP would divide the model, too", "Leave it out: memory= of hf has ZeRO where it pays."),
+    "parallelism_config": ("the mesh says how ranks share the work", "Leave it out."),
+    "torch_compile": ("a plan's programs are compiled already", "Leave it out."),
+    "auto_find_batch_size": ("shapes are planned, not tried", "Leave it out: memory= of hf says whether a batch fits."),
+    "neftune_noise_alpha": ("its hook comes when the model is planned", "Draw the noise in the model's own forward."),
+    "use_liger_kernel": ("its kernels would come into a planned model", "Leave it out."),
+    "bf16_full_eval": ("it would cast planned weights", "Leave it out: bf16=True evaluates in bfloat16, too."),
+    "fp16_full_eval": ("it would cast planned weights", "Leave it out: fp16=True evaluates in float16, too."),
 }
 
 
 def check(trainer: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Returns the options of the plan, with what the trainer asks for. Raises PlanError for what cannot be done."""
     args, model = trainer.args, trainer.model
-    for name, why in REFUSED.items():
-        if getattr(args, name, None):
-            raise PlanError(f"TrainingArguments({name}=...): {why}.")
+    for name, (why, todo) in REFUSED.items():
+        refuse(bool(getattr(args, name, None)), f"TrainingArguments({name}=...): {why}", todo)
     refuse(trainer.model_init is not None, "Trainer(model_init=...) makes models that are not planned", "Give model=.")
     refuse("stages" in options, "a trainer calls forward and backward apart, which stages do not have", "Leave it out.")
     refuse(hasattr(type(model), RUNNERS), "the model is parallel already", "Give the trainer the one-device model.")
