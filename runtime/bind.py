@@ -100,12 +100,17 @@ def arguments(plan: AnyPlan, args: Sequence[Any], kwargs: Mapping[str, Any] | No
     check_kinds(PlanError, kwargs=(kwargs, "a mapping whose keys are texts", "None"))
     args = args if isinstance(args, (tuple, list)) else (args,)
     leaves, structure = flatten((tuple(args), dict(kwargs or {})), "the arguments")
+    check_structure(plan, structure)
+    return leaves
+
+
+def check_structure(plan: AnyPlan, structure: Any) -> None:
+    """Raises PlanError if the structure of arguments is not the planned one."""
     if structure != plan.ports.arguments:
         raise PlanError(
             f"the arguments are not like those planned\n  given:   {structure}\n  planned: {plan.ports.arguments}\n"
             "  Constants are part of a plan: plan once for each, or pass a tensor."
         )
-    return leaves
 
 
 def check(

@@ -11,16 +11,15 @@ from torch.autograd import Function
 
 from sbpc.errors import PlanError
 from sbpc.runtime.accumulate import Sums
-from sbpc.runtime.module_weights import ModuleWeights
+from sbpc.runtime.module_weights import Call, ModuleWeights
 from sbpc.runtime.step import Runner
 
 STEP = """Runs forward and backward, and returns what the forward returns, detached. Gradients are added to `.grad`.
 
 It is `loss = module(*args); loss.backward()`, as one program, or in a loop over micro-batches: work and collectives of
 the two overlap, so it takes as long as `plan.cost.seconds` predicts. The loss is a tensor of one element with a
-gradient: what is called `loss` in what the forward returns, else the result itself, else the first of several. Other
-results get no gradient. Raises PlanError if there is no loss. In a loop every rank gives the whole batch, the same on
-all, and results are the same on every rank."""
+gradient: what is called `loss` in what the forward returns, else the result itself or the first of several, else the
+only one; or what the plan's `loss` names. Other results get no gradient. Raises PlanError if there is no loss."""
 
 
 class AtOnce:
@@ -45,7 +44,7 @@ class AtOnce:
         return results
 
 
-def joint_step(runner: Runner, weights: ModuleWeights, random: dict[str, int], args: Sequence[Any], kwargs: Any) -> Any:
+def joint_step(runner: Runner, weights: ModuleWeights, call: Call, random: dict[str, int]) -> Any:
     """Runs forward and backward, leaves the gradients in `.grad`, and returns the results of the forward."""
     if not runner.trains or not torch.is_grad_enabled():
         raise PlanError(
@@ -53,7 +52,7 @@ def joint_step(runner: Runner, weights: ModuleWeights, random: dict[str, int], a
             "  Call the module itself, or step outside of torch.no_grad()."
         )
     way = AtOnce()
-    results = weights.step(runner, random, args, kwargs, way)
+    results = weights.step(runner, random, call, way)
     for handle in way.handles:
         handle.backward()
     return results

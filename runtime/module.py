@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -14,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sbpc._compat import HOOKS, slots
+from sbpc._compat import slots
 from sbpc.errors import PlanError
-from sbpc.graph.ports import PARAMETER
+from sbpc.graph.guards import FORWARD
+from sbpc.graph.ports import INPUT, PARAMETER
+from sbpc.graph.pytree import plain, unflatten
 from sbpc.graph.random_bits import wrap
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.plans.plan import Plan
@@ -24,15 +27,17 @@ from sbpc.plans.rank_programs import Programs
 from sbpc.runtime import bind
 from sbpc.runtime.accumulate import NO_SYNC, ZERO_GRAD
 from sbpc.runtime.executors import executor_of
+from sbpc.runtime.further_plans import FurtherPlans, check_homes, most_plans, runner_for
 from sbpc.runtime.joint_step import STEP, joint_step
-from sbpc.runtime.module_weights import ModuleWeights
-from sbpc.runtime.staged.loop_runner import LoopRunner
+from sbpc.runtime.module_weights import Call, ModuleWeights, Unplanned
+from sbpc.runtime.own_rows import OwnRows
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.agree import agree
 from sbpc.runtime.state import dtensor_optimizers, wrappers
 from sbpc.runtime.state.deferred_init import Recording, check_agreement, same_start
 from sbpc.runtime.state.dtensors import of_rank_zero, refuse_pickles, sharded, take_state
-from sbpc.runtime.state.members import RANDOM, WEIGHTS, members_of
+from sbpc.runtime.state.members import members_of
+from sbpc.runtime.state.whole import RANDOM, WEIGHTS, skeleton
 from sbpc.runtime.step import Runner
 from sbpc.runtime.step_function import Apart
 
@@ -47,7 +52,7 @@ def parallelize(
     model: nn.Module,
     plan: Plan | Programs,
     *,
-    also: Sequence[Plan | Programs] = (),
+    also: str | Sequence[Plan | Programs] = (),
     evaluate: Plan | Programs | None = None,
     init: Callable[[], nn.Module] | None = None,
     weights: Callable[[str], Tensor] | None = None,
@@ -59,26 +64,27 @@ def parallelize(
     It has the same names and the same forward, and its class is a subclass of the model's. The model is left as it
     was: make the optimizer after this call, of the new module's parameters. They hold this rank's shards, of rank
     0's values, in their homes; one that no output depends on stays whole. State dicts come as DTensors, and
-    `load_state_dict` takes them whole or as DTensors of any layout. `torch.save` refuses parts: all ranks get whole
-    tensors from `get_model_state_dict(module, options= StateDictOptions(full_state_dict=True))` of
-    torch.distributed.checkpoint.state_dict, which rank 0 may save.
+    `load_state_dict` takes them whole or as DTensors of any layout. `torch.save` refuses parts: take whole tensors by
+    `sbpc.full_state_dict(module)`, or call `module.save_pretrained(folder)` of transformers and peft on all ranks.
 
-    Every rank gives the whole batch, the same on all, or its own shard where the plan was made with `inputs=`;
-    results come likewise. In the first three calls and every twentieth one the ranks compare checksums of what is to
-    be the same, and all raise PlanError if it is not, as with a DistributedSampler; after these three not of
-    floating-point numbers on GPUs, which ranks may have computed to other last bits. Ranks may evaluate alone where
-    their programs send nothing.
+    Every rank gives the whole batch, the same on all; or its own rows of it where the plan was made with
+    `inputs="data"`, evenly or not, as the loaders of DistributedSampler and accelerate give them, and gets its rows
+    of the results; or its shards where `inputs=` is a list. In the first three calls and every twentieth one the
+    ranks compare checksums of what is to be the same, and all raise PlanError if it is not; after these three not
+    of floating-point numbers on GPUs, which ranks may have computed to other last bits. Ranks may evaluate alone
+    where their programs send nothing.
 
     `loss = module.step(*args)` runs forward and backward as one program and leaves the gradients in `.grad`: it takes
     the seconds that the plan predicts. Backwards within `with module.no_sync():` send no gradients; the next one
     outside sends their sum. A DTensor argument is brought to the planned layout. Where the plan has a `loss`, give
     `(*args, *targets)`. `module.clip_grad_norm_(max_norm)` clips the gradients by their norm over all ranks.
 
-    A loop over micro-batches, with stages or without, is run by `module.step(*args)` alone: every rank gives the whole
-    batch, the same on all, and gets the results. For a forward, or a backward apart, give a plan of one program in
-    `also`, which stages do not have: there a rank holds the parameters of its stages, and those of other stages are
-    None. Whole state dicts load as they are; `state_dict()` has this rank's stages alone, `sbpc.Checkpoints` saves all.
-    Stages skip a step of `torch.amp.GradScaler` together if all have gradients of the same dtypes.
+    A loop over micro-batches, with stages or without, is run by `module.step(*args)` alone; with `inputs="data"`
+    rows are gathered first. For a forward, or a backward apart, give a plan of one program in `also`; with stages,
+    for a forward alone, one with the same stages and `train=False, cuts=plan.cuts`. With stages a rank holds the
+    parameters of its stages, and those of other stages are None. Whole state dicts load as they are; `state_dict()`
+    has this rank's stages alone, `full_state_dict` has all. Stages skip a step of `torch.amp.GradScaler`
+    together if all have gradients of the same dtypes.
 
     also       more plans of the model, made with `pin=plan.parameters`, so that they store the parameters as `plan`
                does: for arguments of other shapes, such as a last smaller batch, for `.eval()`, or with `train=False`;
@@ -90,6 +96,11 @@ def parallelize(
                    small = sbpc.plan(model, last_batch, mesh, pin=plan.parameters)
                    test = sbpc.plan(model.eval(), test_batch, mesh, train=False, pin=plan.parameters)
                    module = sbpc.parallelize(model.train(), plan, also=[small, test])
+
+               Or "auto": arguments of new shapes, modes (`.eval()`, `torch.no_grad()`) and constants are planned when
+               they come, with the homes and the options of `plan`, on all ranks at once, up to 8 plans in all, or 20 by
+               "auto:20". Each takes as long as `sbpc.plan`, once: the cache of plans keeps it. The logger "sbpc" says
+               so at INFO. `sbpc.buckets` pads batches to few shapes. The ranks compare their calls each time.
 
     evaluate   one more such plan, for when `.eval()` is called on the module.
     init       what builds the model on one device, such as its class, for a model on the meta device that is too large
@@ -119,13 +130,14 @@ def parallelize(
     attributes that the forward reads than were planned, for gradients of gradients, and when it is pickled;
     LostRankError, which names them, when ranks no longer answer.
     """
-    run = executor_of(executor)
-    others = [*several(also), *([] if evaluate is None else [evaluate])]
+    run, most = executor_of(executor), most_plans(also)
+    others = [*([] if most is not None else several(also)), *([] if evaluate is None else [evaluate])]
     check_plans(model, plan, others)
     where = process_groups.start(device)
     process_groups.check_ranks(plan.mesh)
     for each in (plan, *others):
         agree(each)
+    further = None if most is None else FurtherPlans(unfilled(model), plan, most, run, where)
     if plan.axis is None:
         process_groups.bind(plan.mesh)
     else:
@@ -142,10 +154,12 @@ def parallelize(
     refuse_pickles()
     wrappers.refuse()
     result = skeleton(model)
+    if "forward" in vars(result):  # a library put it on the instance, which stands before the programs in the class
+        vars(result)[FORWARD] = vars(result).pop("forward")
     result.__dict__[RANDOM] = {"seed": agreed_seed(where), "step": 0}
-    runners = [(Runner if each.loop is None else LoopRunner)(each, run, where) for each in (plan, *others)]
+    runners = [runner_for(each, run, where) for each in (plan, *others)]
     fill(result, runners[0], value)
-    result.__class__ = parallel_class(type(model), runners)
+    result.__class__ = parallel_class(type(model), runners, signature_of(model, plan), further)
     if plan.axis is not None and not any(each.requires_grad for each in result.parameters()):
         log.warning(IDLE, plan.stage_of(dist.get_rank()))
     return result
@@ -197,23 +211,42 @@ def check_plans(model: Any, plan: Any, others: Sequence[Any]) -> None:
     bind.check_module(model)
     for each in (plan, *others):
         bind.check_plan(each)
-    if others and any(each.axis is not None for each in (plan, *others)):
-        todo = "Leave also= and evaluate= out; evaluate in another job, from a checkpoint."
-        raise PlanError(f"a module with stages is for training alone, and stages are no further plan\n  {todo}")
     for other in others:
         bind.stored(other, model)
         if other.mesh != plan.mesh:
             raise PlanError(f"one plan is for {plan.mesh}, another for {other.mesh}\n  Plan both for one mesh.")
-        for name, home in plan.parameters.items():
-            if other.parameters.get(name, home) != home:
-                raise PlanError(
-                    f"{name} is stored in {home} by one plan, in {other.parameters[name]} by the other\n"
-                    "  Make the other one with pin=plan.parameters."
-                )
+        if other.options.own_rows != plan.options.own_rows:
+            named = [each.options.own_rows for each in (plan, other)]
+            raise PlanError(
+                f"plans of one module have inputs={named[0]!r} and inputs={named[1]!r}\n  Give all the same."
+            )
+        check_homes(plan, other)
 
 
-def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Module]:
-    """Returns the subclass of a model's class whose forward runs programs. A deep copy runs them on its own weights."""
+def signature_of(model: nn.Module, plan: Plan | Programs) -> inspect.Signature:
+    """Returns the signature of the model's forward, `self` first, or one that takes anything where targets of a loss
+    do not fit into it. Trainers look there for the columns of a batch that they pass on."""
+    args, kwargs = unflatten(
+        plain(plan.ports.arguments), [None] * sum(port.kind == INPUT for port in plan.ports.inputs)
+    )
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    try:
+        found = inspect.signature(model.forward)
+        found.bind(*args, **kwargs)
+        return found.replace(parameters=[itself, *found.parameters.values()])
+    except (TypeError, ValueError):
+        return inspect.signature(lambda self, *args, **kwargs: None)
+
+
+def parallel_class(
+    cls: type[nn.Module], runners: list[Runner], signature: inspect.Signature, further: FurtherPlans | None = None
+) -> type[nn.Module]:
+    """Returns the subclass of a model's class whose forward runs programs. A deep copy runs them on its own weights.
+
+    further: what makes a plan for a call that none is for.
+    """
+    names = runners[0].plan.options.own_rows
+    ranks = None if names is None and further is None else OwnRows(names, runners[0].plan.mesh)
 
     def weights_of(self: nn.Module) -> ModuleWeights:
         weights: ModuleWeights | None = self.__dict__.get(WEIGHTS)
@@ -221,15 +254,23 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
             weights = self.__dict__[WEIGHTS] = ModuleWeights.of(self, runners)
         return weights
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def of_call(self: nn.Module, args: Any, kwargs: Any, at_once: bool) -> tuple[Runner, ModuleWeights, Call]:
         weights = weights_of(self)
-        return weights.step(weights.runner_of(runners, args, kwargs), self.__dict__[RANDOM], args, kwargs, Apart)
+        call = weights.call_of(runners, args, kwargs, at_once, ranks)
+        try:
+            return weights.runner_of(runners, call, alone=further is None), weights, call
+        except Unplanned as error:
+            if further is None:
+                raise
+            runners.append(further.runner(self, runners, call, error))
+            return weights.runner_of(runners, call, alone=False), weights, call
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        runner, weights, call = of_call(self, args, kwargs, False)
+        return weights.step(runner, self.__dict__[RANDOM], call, Apart)
 
     def step(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        weights = weights_of(self)
-        return joint_step(
-            weights.runner_of(runners, args, kwargs, at_once=True), weights, self.__dict__[RANDOM], args, kwargs
-        )
+        return joint_step(*of_call(self, args, kwargs, True), self.__dict__[RANDOM])
 
     def no_sync(self: nn.Module) -> AbstractContextManager[None]:
         return weights_of(self).sums.no_sync()
@@ -240,7 +281,9 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
 
     step.__doc__, no_sync.__doc__, zero_grad.__doc__ = STEP, NO_SYNC, ZERO_GRAD
     own = {"no_sync": no_sync, "zero_grad": zero_grad, RUNNERS: runners}
-    return type(f"Parallel{cls.__name__}", (cls,), members_of(cls, forward, step, runners[0].elsewhere) | own)
+    return type(
+        f"Parallel{cls.__name__}", (cls,), members_of(cls, forward, step, signature, runners[0].elsewhere) | own
+    )
 
 
 def runner_of(module: nn.Module) -> Runner:
@@ -263,22 +306,16 @@ def agreed_seed(where: torch.device) -> int:
     return int(of_rank_zero(torch.tensor(wrap(torch.initial_seed())), where))
 
 
-def skeleton(module: nn.Module) -> nn.Module:
-    """Copies the tree of modules. The copy shares no table with it and has no hooks: the plan holds what they do."""
-    copies: dict[int, nn.Module] = {}
-
-    def copied(old: nn.Module) -> nn.Module:
-        if id(old) not in copies:
-            new = copies[id(old)] = old.__class__.__new__(old.__class__)  # parametrized modules refuse copy.copy
-            for key, value in vars(old).items():
-                new.__dict__[key] = copy.copy(value) if isinstance(value, dict) else value
-            for kind in HOOKS:
-                new.__dict__[kind].clear()
-            children = new.__dict__["_modules"]
-            children.update((name, None if child is None else copied(child)) for name, child in list(children.items()))
-        return copies[id(old)]
-
-    return copied(module)
+def unfilled(model: nn.Module) -> nn.Module:
+    """Returns a copy of a model on one device, with its hooks, whose weights hold no numbers."""
+    result, made = skeleton(model, hooks=True), dict[int, Tensor]()
+    for _, table, key in list(slots(result)):
+        old = table[key]
+        if id(old) not in made:
+            empty = torch.empty_like(old, device="meta")
+            made[id(old)] = nn.Parameter(empty, old.requires_grad) if isinstance(old, nn.Parameter) else empty
+        table[key] = made[id(old)]
+    return result
 
 
 def fill(result: nn.Module, runner: Runner, value: Callable[[str], Tensor]) -> None:

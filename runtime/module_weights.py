@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from sbpc._compat import HOOKS, local_of, slots
@@ -16,9 +17,37 @@ from sbpc.errors import PlanError
 from sbpc.graph.guards import Guards
 from sbpc.graph.ports import BUFFER, PARAMETER, Port
 from sbpc.graph.pytree import flatten, plain, unflatten
+from sbpc.mesh.pins import leaves_with_rows
 from sbpc.runtime import bind
 from sbpc.runtime.accumulate import Sums
+from sbpc.runtime.own_rows import Rows
 from sbpc.runtime.step import Runner, Way
+
+
+class Unplanned(PlanError):
+    """No plan is for a call."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a module is called with: tensors and the structure around them.
+
+    at_once: whether forward and backward run together, as a loop always runs them. rows: how many rows of the batch
+    each rank gives, None where all give the whole; has_rows: which tensors have them.
+    """
+
+    leaves: Sequence[Tensor]
+    structure: Any
+    at_once: bool
+    rows: Rows | None
+    has_rows: Sequence[bool]
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the tensors, with the rows of all ranks where each gives its own."""
+        own = [has and not isinstance(leaf, DTensor) for leaf, has in zip(self.leaves, self.has_rows)]
+        total = () if self.rows is None else (self.rows.total,)
+        return [(*total, *leaf.shape[1:]) if has else tuple(leaf.shape) for leaf, has in zip(self.leaves, own)]
 
 
 @dataclass
@@ -33,7 +62,7 @@ class ModuleWeights:
     places: dict[Port, tuple[dict[str, Any], str]]
     tied: list[tuple[str, tuple[dict[str, Any], str], Port]]
     submodules: dict[str, nn.Module]
-    guards: dict[Runner, Guards]
+    guards: dict[Runner, Guards] = field(default_factory=dict)
     accepted: dict[tuple[Runner, bool], Sequence[Any]] = field(default_factory=dict)
     modes: Sequence[bool] = ()
     in_mode: Sequence[Runner] = ()
@@ -55,32 +84,45 @@ class ModuleWeights:
             for name, first in plan.ports.tied.items()
             if name in named and first in ports
         ]
-        guards = {runner: Guards(module, runner.plan.options.guards) for runner in runners}
-        return cls(places, tied, dict(module.named_modules()), guards)
+        return cls(places, tied, dict(module.named_modules()))
 
-    def runner_of(
-        self, runners: list[Runner], args: Sequence[Any], kwargs: dict[str, Any], at_once: bool = False
-    ) -> Runner:
-        """Returns the runner of the plan for this call. Raises PlanError if there is none.
+    def call_of(self, runners: Sequence[Runner], args: Sequence[Any], kwargs: Any, at_once: bool, ranks: Any) -> Call:
+        """Returns what a call gives. ranks: what tells the ranks of each other's call, None where each finds its plan
+        alone; then every rank must call this at the same point."""
+        leaves, structure = flatten((tuple(args), dict(kwargs)), "the arguments")
+        if ranks is None:
+            return Call(leaves, structure, at_once, None, [False] * len(leaves))
+        like = next((each for each in runners if each.plan.ports.arguments == structure), None)
+        own = ranks.names is not None
+        has_rows = leaves_with_rows([leaf.shape for leaf in leaves]) if like is None and own else [False] * len(leaves)
+        has_rows = has_rows if like is None else like.has_rows
+        modes = [name for name, module in self.submodules.items() if not module.training]
+        rows = ranks.of(leaves, has_rows, [structure, modes, at_once, torch.is_grad_enabled()])
+        return Call(leaves, structure, at_once, rows if own else None, has_rows)
+
+    def runner_of(self, runners: Sequence[Runner], call: Call, alone: bool = True) -> Runner:
+        """Returns the runner of the plan for this call. Raises PlanError, Unplanned if a further plan would do, if
+        there is none.
 
         It was made in the modes and with the numbers that the submodules have now, and for arguments of these
-        shapes. Among several, it is one that trains if gradients are on. at_once: whether forward and backward run
-        together, as a loop always runs them.
+        shapes. Among several, it is one that trains if gradients are on, with those that are asked for. alone: if one
+        plan is left, its runner says itself what does not fit.
         """
         modes = [module.training for module in self.submodules.values()]
-        if not self.in_mode or modes != self.modes:
+        if len(self.guards) != len(runners) or modes != self.modes:
+            self.guards |= {each: self.guards_of(each) for each in runners if each not in self.guards}
             self.in_mode, self.modes = self.of_modes(runners), modes
         found = self.in_mode
-        if len(found) > 1:  # one alone says itself what does not fit
-            leaves, structure = flatten((tuple(args), kwargs), "the arguments")
-            found = [runner for runner in self.in_mode if runner.fits(leaves, structure)]
+        if len(found) > 1 or not alone:
+            found = [runner for runner in self.in_mode if runner.fits(call.leaves, call.structure, call.shapes)]
             if not found:
-                raise other_shapes(self.in_mode, leaves, structure)
-            found.sort(key=lambda runner: runner.trains != torch.is_grad_enabled())
-        if not at_once:
-            found = [runner for runner in found if runner.plan.loop is None]
+                raise other_shapes(self.in_mode, call)
+            values = {port: table[key] for port, (table, key) in self.places.items()}
+            found.sort(key=lambda runner: runner.unlike(call.leaves, values))
+        if not call.at_once:
+            found = [runner for runner in found if runner.plan.loop is None or not runner.plan.options.train]
             if not found:
-                raise PlanError(
+                raise Unplanned(
                     "a module with micro-batches or stages runs forward and backward together\n  Call "
                     "module.step(*args)."
                 )
@@ -91,24 +133,27 @@ class ModuleWeights:
             errors.append(error)
         raise errors[0]
 
-    def of_modes(self, runners: list[Runner]) -> list[Runner]:
+    def guards_of(self, runner: Runner) -> Guards:
+        """Returns the guards of a plan on this module."""
+        return Guards(self.submodules[""], runner.plan.options.guards)
+
+    def of_modes(self, runners: Sequence[Runner]) -> list[Runner]:
         """Returns the runners of plans made in the modes in which the submodules are now."""
         modes = frozenset(name for name, module in self.submodules.items() if not module.training)
         found = [runner for runner in runners if modes == runner.modes & self.submodules.keys()]
         if not found:
-            raise bind.other_mode(modes, runners[0].modes & self.submodules.keys())
+            raise Unplanned(bind.other_mode(modes, runners[0].modes & self.submodules.keys()))
         return found
 
-    def step(
-        self, runner: Runner, random: dict[str, int], args: Sequence[Any], kwargs: dict[str, Any], way: Way
-    ) -> Any:
+    def step(self, runner: Runner, random: dict[str, int], call: Call, way: Way) -> Any:
         """Runs a step, see `Runner.run`."""
         train = runner.trains and torch.is_grad_enabled()
         given = self.by_port(runner, train)
-        for port, leaf in zip(runner.inputs, bind.arguments(runner.plan, args, kwargs)):
-            given[port] = runner.shard_of(port, leaf, train)
+        bind.check_structure(runner.plan, call.structure)
+        for port, leaf in zip(runner.inputs, call.leaves):
+            given[port] = runner.shard_of(port, leaf, train, call.rows)
         self.steps += train
-        return runner.run(given, random, train, way, self.sums)
+        return runner.run(given, random, train, way, self.sums, call.rows)
 
     def by_port(self, runner: Runner, train: bool) -> dict[Port, Any]:
         """Returns the parameters and buffers by port. Raises PlanError if they are no longer what was planned.
@@ -149,25 +194,26 @@ class ModuleWeights:
                     )
 
 
-def other_shapes(runners: Sequence[Runner], leaves: Sequence[Tensor], structure: Any) -> PlanError:
+def other_shapes(runners: Sequence[Runner], call: Call) -> Unplanned:
     """Returns the error about arguments for which none of the plans in the mode of the module is."""
-
-    def text(kinds: Sequence[tuple[torch.dtype, Sequence[int]]], structure: Any) -> str:
-        texts = [f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in kinds]
-        args, kwargs = unflatten(plain(structure), texts)
-        named = [f"{name}={value}" for name, value in kwargs.items()]
-        return f"({', '.join([*map(str, args), *named])})".replace("'", "")
-
     known = [
-        text(
-            [(runner.shapes[port].dtype, runner.local_shapes[port]) for port in runner.inputs],
+        text_of_call(
+            [(runner.shapes[port].dtype, runner.planned_shape(at)) for at, port in enumerate(runner.inputs)],
             runner.plan.ports.arguments,
         )
         for runner in runners
     ]
-    given = text([(leaf.dtype, leaf.shape) for leaf in leaves], structure)
+    given = text_of_call([(leaf.dtype, shape) for leaf, shape in zip(call.leaves, call.shapes)], call.structure)
     lines = ["no plan is for arguments of these shapes", f"given:   {given}", *(f"planned: {each}" for each in known)]
     todo = (
         "Plan the model on such arguments, too, with pin=plan.parameters, and give it as parallelize(..., also=[...])"
     )
-    return PlanError("\n  ".join([*lines, f"{todo}; or pad them to planned shapes."]))
+    return Unplanned("\n  ".join([*lines, f"{todo}; or pad them to planned shapes."]))
+
+
+def text_of_call(kinds: Iterable[tuple[torch.dtype, Sequence[int]]], structure: Any) -> str:
+    """Returns arguments as text, with dtypes and shapes in the place of tensors."""
+    texts = [f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in kinds]
+    args, kwargs = unflatten(plain(structure), texts)
+    named = [f"{name}={value}" for name, value in kwargs.items()]
+    return f"({', '.join([*map(str, args), *named])})".replace("'", "")

@@ -33,13 +33,15 @@ from sbpc.graph.ports import (
     results,
 )
 from sbpc.graph.random_bits import seed_of_step
-from sbpc.mesh.layout import Layout
+from sbpc.mesh.layout import Layout, broadcast
+from sbpc.mesh.pins import leaves_with_rows
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
 from sbpc.plans.step_programs import ENDING, FORWARD, JOINT, UNSENT_JOINT, StepPrograms
 from sbpc.runtime import bind
 from sbpc.runtime.accumulate import Sums, within
 from sbpc.runtime.executors import BoxedFunction, Executor
+from sbpc.runtime.own_rows import Rows
 from sbpc.runtime.prepared import prepared
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.same_calls import SameCalls
@@ -99,7 +101,13 @@ class Runner:
 
     def comparison(self) -> SameCalls:
         """Returns what compares the calls of all ranks."""
-        return SameCalls(self.plan.mesh, [self.layouts[port] for port in self.inputs], self.names)
+        return SameCalls(self.plan.mesh, [self.layouts[port] for port in self.inputs], self.names, self.axis_of_rows)
+
+    @property
+    def axis_of_rows(self) -> str | None:
+        """An axis along which ranks could give their own rows, and do not."""
+        axes = [axis for axis in self.plan.mesh.axes if axis != self.plan.axis]
+        return axes[0] if axes and self.plan.options.own_rows is None else None
 
     @functools.cached_property
     def programs(self) -> Programs | StepPrograms:
@@ -129,21 +137,50 @@ class Runner:
         """Returns the submodules that were in eval mode when the model was planned."""
         return frozenset(self.plan.options.eval)
 
-    def fits(self, leaves: Sequence[Tensor], structure: Any) -> bool:
-        """Returns whether the plan is for arguments of these shapes, types and structure."""
+    def fits(self, leaves: Sequence[Tensor], structure: Any, shapes: Sequence[Sequence[int]]) -> bool:
+        """Returns whether the plan is for arguments of these shapes, types and structure. shapes: with the rows of all
+        ranks where each gives its own."""
         return structure == self.plan.ports.arguments and all(
-            leaf.dtype == self.shapes[port].dtype
-            and leaf.shape == (self.shapes[port].shape if isinstance(leaf, DTensor) else self.local_shapes[port])
-            for port, leaf in zip(self.inputs, leaves)
+            leaf.dtype == self.shapes[port].dtype and shape == self.planned_shape(at, isinstance(leaf, DTensor))
+            for at, (port, leaf, shape) in enumerate(zip(self.inputs, leaves, shapes))
         )
 
+    @functools.cached_property
+    def has_rows(self) -> list[bool]:
+        """Returns which arguments each rank gives its own rows of."""
+        shapes = [self.shapes[port].shape for port in self.inputs]
+        return [False] * len(shapes) if self.plan.options.own_rows is None else leaves_with_rows(shapes)
+
+    def planned_shape(self, at: int, whole: bool = False) -> tuple[int, ...]:
+        """Returns the shape of an argument that all ranks give together, or each. whole: of a DTensor."""
+        port = self.inputs[at]
+        return tuple(self.shapes[port].shape) if whole or self.has_rows[at] else self.local_shapes[port]
+
+    def unlike(self, leaves: Sequence[Tensor], weights: Mapping[Port, Tensor]) -> tuple[int, ...]:
+        """Returns how unlike a call the plan is: in that it trains, in how many gradients that it lacks, or has of
+        parameters that are frozen, and in how many of arguments that nobody asks for."""
+        if not torch.is_grad_enabled():
+            return int(self.trains), 0, 0
+        values = [*weights.items(), *zip(self.inputs, leaves)]
+        unused = {Port(PARAMETER, name) for name in self.plan.ports.unused}
+        asked = {port for port, value in values if getattr(value, "requires_grad", False)} - unused
+        less, more = asked - self.gradients.keys(), self.gradients.keys() - asked
+        frozen = sum(port.kind == PARAMETER for port in more)
+        return int(not self.trains), len(less) + frozen, len(more) - frozen
+
     def run(
-        self, given: dict[Port, Any], random: dict[str, int], train: bool, way: Way, sums: Sums | None = None
+        self,
+        given: dict[Port, Any],
+        random: dict[str, int],
+        train: bool,
+        way: Way,
+        sums: Sums | None = None,
+        rows: Rows | None = None,
     ) -> Any:
         """Returns the results, in the model's structure, for parameters, buffers and arguments; it writes the buffers.
 
-        random: counts the steps that draw. way: what runs the programs of a step that trains. Raises PlanError if
-        the ranks do not make the same call, see `SameCalls`.
+        random: counts the steps that draw. way: what runs the programs of a step that trains. rows: each rank gets
+        its own of these. Raises PlanError if the ranks do not make the same call, see `SameCalls`.
         """
         how = way.how + within(sums) if train else "without gradients"
         arguments = [given[port] for port in self.inputs]
@@ -163,13 +200,30 @@ class Runner:
                     results = way.run(self, sums or Sums(), values, parameters, leaves)
                 else:
                     with torch.no_grad():
-                        results = list(self.function(INFERENCE)(values))
+                        results = self.infer(values)
             named = dict(zip(self.results, results))
             with torch.no_grad():
                 for port, value in named.items():
                     if port.kind == MUTATION:
                         given[Port(BUFFER, port.name)].copy_(value)
-            return bind.outputs(self.plan, named)
+            return bind.outputs(self.plan, named if rows is None else self.own_results(named, rows))
+
+    def own_results(self, named: Mapping[Port, Any], rows: Rows) -> dict[Port, Any]:
+        """Returns results with this rank's own rows of those that have the rows of the batch."""
+        if self.plan.options.outputs not in (None, self.plan.options.own_rows):
+            return dict(named)
+        whole = broadcast(self.plan.mesh.axes)
+        left = {} if self.plan.loop is not None else self.plan.left
+        return {
+            port: rows.left(value, left.get(port) or whole)
+            if port.kind == OUTPUT and isinstance(value, Tensor)
+            else value
+            for port, value in named.items()
+        }
+
+    def infer(self, values: list[Tensor]) -> list[Tensor]:
+        """Runs the forward alone, of which nothing is saved."""
+        return list(self.function(INFERENCE)(values))
 
     def joint(self, values: list[Tensor], sums: Sums) -> tuple[list[Tensor], Sequence[Tensor | None]]:
         """Runs forward and backward as one program, for a loss with a gradient of 1. Returns results, and gradients
@@ -194,9 +248,14 @@ class Runner:
         """Returns the gradients by port of what UNSENT, or the end of UNSENT_JOINT, gives: None for those that
         `sums` keeps."""
         first = list(self.gradients.values()).count(False)
-        others, homes = iter(computed[:first]), sums.gradients(self, self.bring_home, computed[first:])
+        others, homes = iter(computed[:first]), sums.gradients(self, computed[first:])
         whole = repeat(None) if homes is None else iter(homes)
         return [next(whole) if is_parameter else next(others) for is_parameter in self.gradients.values()]
+
+    @functools.cached_property
+    def trained(self) -> list[str]:
+        """Returns the names of the parameters that get gradients, in the order of these."""
+        return [port.name for port, is_parameter in self.gradients.items() if is_parameter]
 
     def bring_home(self, sums: Sequence[Tensor]) -> Sequence[Tensor]:
         """Returns the gradients of parameters from sums of what their ways home begin with."""
@@ -241,14 +300,15 @@ class Runner:
             for port in self.takes
         }
 
-    def shard_of(self, port: Port, given: Tensor, train: bool) -> Tensor:
-        """Returns this rank's shard of an argument. A DTensor is brought to the planned layout, others are in it
-        already."""
+    def shard_of(self, port: Port, given: Tensor, train: bool, rows: Rows | None = None) -> Tensor:
+        """Returns this rank's shard of an argument. A DTensor is brought to the planned layout, and so are each
+        rank's own rows; others are in it already."""
         planned = self.shapes[port]
         if train and given.requires_grad and port not in self.gradients:
             raise PlanError(
                 f"argument {port.name} asks for a gradient, and asked for none when planned\n"
-                "  Plan with an argument that has requires_grad=True, or detach this one."
+                "  Plan with an argument that has requires_grad=True, which parallelize(..., also=[plan]) takes beside "
+                "one without; or detach this one."
             )
         if isinstance(given, DTensor):
             bind.check(f"argument {port.name}", given, planned)
@@ -260,6 +320,10 @@ class Runner:
                     "  Make it on mesh.device_mesh(), or give this rank's shard as a plain tensor."
                 )
             return given.redistribute(mesh, home).to_local(grad_placements=home)
+        if rows is not None and self.has_rows[int(port.name)]:
+            together = given.new_empty((rows.total, *given.shape[1:]), device="meta")
+            bind.check(f"argument {port.name} of all ranks together", together, planned)
+            given = rows.given(given, self.layouts[port])
         bind.check(f"argument {port.name}", given, planned, self.local_shapes[port])
         moves = self.plan.loop is not None and not given.is_meta  # each micro-batch comes to the device when it runs
         if given.device.type != self.where.type and not moves and (given.is_meta or given.dim()):
@@ -303,8 +367,8 @@ def check_trained(port: Port, value: Tensor, trained: bool) -> None:
         now = "asks" if value.requires_grad else "does not ask"
         raise PlanError(
             f"parameter {port.name} {now} for a gradient, unlike when it was planned\n"
-            "  Call requires_grad_ before sbpc.plan; to leave it as it is for a while, give the optimizer other "
-            "parameters."
+            "  Call requires_grad_ before sbpc.plan; to freeze it for a while, plan it frozen, too, for "
+            "parallelize(..., also=[plan])."
         )
 
 

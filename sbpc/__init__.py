@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sbpc.api.buckets import buckets
     from sbpc.api.loading import load, load_module
     from sbpc.api.planning import baseline, plan
     from sbpc.api.sweep import sweep
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
     from sbpc.runtime.one_process.simulate import simulate
     from sbpc.runtime.start.process_groups import start, stop
     from sbpc.runtime.state.checkpoint import Checkpoints
+    from sbpc.runtime.state.whole import full_state_dict
 
 FILES = {
+    "api.buckets": ("buckets",),
     "api.loading": ("load", "load_module"),
     "api.planning": ("baseline", "plan"),
     "api.sweep": ("sweep",),
@@ -46,8 +49,12 @@ FILES = {
     "runtime.one_process.simulate": ("simulate",),
     "runtime.start.process_groups": ("start", "stop"),
     "runtime.state.checkpoint": ("Checkpoints",),
+    "runtime.state.whole": ("full_state_dict",),
 }
-ROOMS = ("api", "boxing", "cli", "errors", "graph", "inspect", "mesh", "passes", "plans", "rules", "runtime", "solver")
+ROOMS = (
+    "api", "boxing", "cli", "errors", "graph", "inspect", "integrations", "mesh", "passes", "plans", "rules", "runtime",
+    "solver",
+)  # fmt: skip
 
 __all__ = [
     "B",
@@ -61,6 +68,8 @@ __all__ = [
     "S",
     "SbpcError",
     "baseline",
+    "buckets",
+    "full_state_dict",
     "load",
     "load_module",
     "load_programs",

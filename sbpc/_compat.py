@@ -299,6 +299,15 @@ def on_dtensors(op: Any, handler: Any) -> None:
     DTensor._op_dispatcher._custom_op_handlers[op] = handler
 
 
+def on_steps(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Has torch call `wrapped(step)` in the place of the step of each class of optimizers, of which the first is made
+    from now on."""
+    original = torch.optim.Optimizer.profile_hook_step
+    torch.optim.Optimizer.profile_hook_step = staticmethod(lambda step: original(wrapped(step)))  # type: ignore[method-assign]
+
+
+MIXED = "got mixed torch.Tensor and DTensor"
+"""What torch says of an op that gets DTensors and another tensor; C++ raises it."""
 in_turn = threading.RLock()  # of threads that change torch's table of handlers for a moment
 
 

@@ -206,7 +206,11 @@ KINDS: dict[str, Callable[[Any], bool]] = {  # what an argument may be, in the w
 }
 
 
-def check_kinds(error: type[SbpcError] = SbpcError, /, **given: tuple[Any, str] | tuple[Any, str, str]) -> None:
+def check_kinds(
+    error: type[SbpcError] = SbpcError,
+    /,
+    **given: tuple[Any, str] | tuple[Any, str, str] | tuple[Any, str, str, str],
+) -> None:
     """Refuse arguments that are of none of their kinds: by name, the value and what it may be.
 
     >>> check_kinds(path=("plan.sbpc", "a path"), loss=(3, "a function", "None"))

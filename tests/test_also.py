@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -60,6 +62,7 @@ def on_ranks(first: sbpc.Plan, other: sbpc.Plan, *others: sbpc.Plan) -> dict[str
     module: Any = sbpc.parallelize(model, first, also=others[:2], evaluate=others[2])
     found["step"] = trained(module, lambda module, *args: module.step(*args))
     found["state"] = {name: whole(value) for name, value in module.state_dict().items()}
+    found["sums"] = summed(module, lambda at: nullcontext() if at == 4 else module.no_sync())
     found["errors"] = [said(call) for call in misuses(model, module, first, other, others)]
     module = sbpc.parallelize(model, first, also=others)
     vars(first).update(vars(other))  # as `certify` does that finds a better plan
@@ -71,15 +74,19 @@ def whole(value: Any) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value.clone()
 
 
+def summed(module: Any, keeping: Callable[[int], Any]) -> list[Tensor]:
+    """The sums of gradients of batches of two shapes."""
+    module.train().zero_grad()
+    for at, rows in enumerate((8, 3, 3, 8, 3)):
+        with keeping(at):
+            module(*batch(at, rows)).backward()
+    return [whole(each.grad) for each in module.parameters()]
+
+
 def misuses(
     model: Any, module: Any, first: sbpc.Plan, other: sbpc.Plan, others: Sequence[sbpc.Plan]
 ) -> list[Callable[[], Any]]:
     x, y = batch(0, 4)
-
-    def other_sums() -> None:
-        with module.no_sync():
-            module.step(*batch(0, 8))
-        module.step(*batch(0, 3))
 
     return [
         lambda: module.train()(x, y),
@@ -87,7 +94,6 @@ def misuses(
         lambda: module.eval()(x, y),
         lambda: sbpc.parallelize(model, first, also=others[0]),  # type: ignore[arg-type]
         lambda: sbpc.parallelize(model, first, also=[other]),
-        lambda: module.train() and other_sums(),
     ]
 
 
@@ -115,8 +121,6 @@ ERRORS = [
   Plan once for every shape, which sbpc.parallelize(..., also=) takes, or pad the last batch to the planned one.""",
     "also is a Plan\n  Give a list of plans.",
     "inner.weight is stored in [S(0)] by one plan, in [B] by the other\n  Make the other one with pin=plan.parameters.",
-    """no_sync has kept gradients of one plan, and now another one runs: the module is in another mode (train or eval), or its arguments have other shapes
-  Call backward outside of no_sync before that, or module.zero_grad().""",
 ]
 
 
@@ -124,12 +128,14 @@ def test_each_call_runs_the_plan_of_its_mode_and_shapes_on_one_state() -> None:
     torch.set_default_dtype(torch.float64)
     alone = seeded(Stats)
     expected = trained(alone, backward)
+    sums = summed(copy.deepcopy(alone), lambda _: nullcontext())
     for found in run_ranks(on_ranks, 2, *plans_of(seeded(Stats))):
         assert found["backward"] == pytest.approx(expected, rel=1e-12)
         assert found["step"] == pytest.approx(expected, rel=1e-12) == found["replaced"]
         for name, value in alone.state_dict().items():
             torch.testing.assert_close(found["state"][name], value, rtol=1e-12, atol=1e-14)
         assert found["errors"] == ERRORS
+        torch.testing.assert_close(found["sums"], sums, rtol=1e-12, atol=1e-14)
 
 
 class Squares(nn.Module):
@@ -161,11 +167,20 @@ def of_loops(plans: dict[str, sbpc.Plan]) -> list[tuple[str, list[Tensor]]]:
                 loss = backward(module, *batch(0, rows)) if way == "backward" else module.step(*batch(0, rows))
                 found.append((f"{way} {rows}", [loss, *(whole(p.grad) for p in module.parameters())]))
         runner, (x, _) = runner_of(module), batch(0, 8)
+        assert "one is a loop" in said(partial(kept_by_a_loop, module, 8 if first == "loop" else 16))
+        module.zero_grad()
         if first == "loop":
             # another device than that of the batch, of which micro-batches go there one by one
             runner.where = torch.device("meta")
             assert runner.shard_of(runner.inputs[0], x, True) is x
     return found
+
+
+def kept_by_a_loop(module: Any, rows: int) -> None:
+    """A backward outside of no_sync, of another plan than the loop that ran within."""
+    with module.no_sync():
+        module.step(*batch(0, rows))
+    module.step(*batch(0, 3))
 
 
 def test_loops_stand_beside_programs_of_the_whole_batch_in_one_module() -> None:
@@ -187,3 +202,47 @@ def test_loops_stand_beside_programs_of_the_whole_batch_in_one_module() -> None:
             (wanted + (model(*batch(1, rows)) if "no_sync" in what else 0.0)).backward()
             torch.testing.assert_close(loss, wanted.detach(), msg=what)
             torch.testing.assert_close(gradients, [p.grad for p in model.parameters()], msg=what)
+
+
+def adversaries(module: Any) -> list[Tensor]:
+    """What a discriminator gives by turns: its gradients of what is real, that of a fake, and of a fake while it is frozen."""
+    found = []
+    for rows, asks, frozen in (
+        (8, False, False),
+        (8, True, False),
+        (8, True, True),
+        (8, False, False),
+        (3, True, False),
+    ):
+        x = batch(0, rows)[0].requires_grad_(asks)
+        module.requires_grad_(not frozen)
+        module.zero_grad()
+        module(x).square().sum().backward()
+        found += [whole(each.grad) for each in (x, *module.parameters()) if each.grad is not None]
+    return found
+
+
+def on_both(*plans: sbpc.Plan) -> list[list[Tensor]]:
+    """On a rank: the same whichever plan comes first."""
+    torch.set_default_dtype(torch.float64)
+    orders = [plans, plans[::-1]]
+    return [adversaries(sbpc.parallelize(seeded(Critic), first, also=others)) for first, *others in orders]
+
+
+class Critic(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def test_of_two_plans_the_one_runs_that_gives_the_gradients_that_are_asked_for() -> None:
+    torch.set_default_dtype(torch.float64)
+    model, mesh = seeded(Critic), Mesh(x=2)
+    x, fake, few = batch(0, 8)[0], batch(0, 8)[0].requires_grad_(), batch(0, 3)[0].requires_grad_()
+    real = sbpc.plan(model, (x,), mesh, pin={"0.weight": "S(0)"})
+    plans = [real, *(sbpc.plan(model, (each,), mesh, pin=real.parameters) for each in (fake, few))]
+    plans.append(sbpc.plan(model.requires_grad_(False), (fake,), mesh, pin=real.parameters))
+    expected = adversaries(model)
+    for found in run_ranks(on_both, 2, *plans):
+        for each in found:
+            assert len(each) == len(expected) == 4 + 5 + 1 + 4 + 5
+            torch.testing.assert_close(each, expected, rtol=1e-12, atol=1e-14)

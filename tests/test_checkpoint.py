@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,6 +195,24 @@ def test_the_last_checkpoints_are_kept_and_what_does_not_fit_is_refused(tmp_path
     )
     refused(CheckpointError, lambda: weights_in(tmp_path / "nothing").state_dict())
     assert block_of(model.weight).shape == (2, 3)
+
+
+def test_a_save_that_does_not_block_writes_what_was_there_when_it_was_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, held, model = block_files.write, threading.Event(), nn.Linear(3, 2)
+    monkeypatch.setattr(block_files, "write", lambda *args: (held.wait(20), write(*args))[1])
+    checkpoints, before = Checkpoints(tmp_path, asynchronous=False), copy.deepcopy(model.state_dict())
+    checkpoints.save(1, model, block=False)
+    nn.init.zeros_(model.weight)
+    assert whole_steps(tmp_path) == []
+    held.set()
+    checkpoints.save(2, model)  # waits for the first
+    assert whole_steps(tmp_path) == [1, 2] and checkpoints.load(model, step=1) == 1
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    checkpoints.folder = Path("/proc/none")
+    checkpoints.save(3, model, block=False)
+    assert "was not written" in refused(CheckpointError, checkpoints.wait)
 
 
 def dropping() -> models.Model:

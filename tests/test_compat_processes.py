@@ -189,6 +189,23 @@ def test_as_torch_does_leaves_a_handler_out_and_puts_it_back(mesh: Any) -> None:
         del handlers[aten.neg.default]
 
 
+def test_mixed_is_what_torch_says_of_a_dtensor_and_another_tensor(mesh: Any) -> None:
+    with pytest.raises(RuntimeError, match=_compat.MIXED):
+        DTensor.from_local(X, mesh, [Shard(0)]).add_(X)
+
+
+def test_on_steps_wraps_the_steps_of_classes_that_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Later(torch.optim.SGD):
+        def step(self, closure: Any = None) -> str:
+            return "step"
+
+    monkeypatch.setattr(
+        torch.optim.Optimizer, "profile_hook_step", staticmethod(torch.optim.Optimizer.profile_hook_step)
+    )
+    _compat.on_steps(lambda step: lambda *args: f"wrapped {step(*args)}")
+    assert Later([torch.ones(2)]).step() == "wrapped step"
+
+
 def test_default_store_holds_what_ranks_tell_each_other(mesh: Any) -> None:
     store = _compat.default_store()
     store.set("sbpc/test", "told")

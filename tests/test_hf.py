@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,13 +124,30 @@ def test_the_op_of_the_library_for_groups_is_planned_as_that_of_torch() -> None:
         assert largest_error(each, model, args) <= 1e-12
 
 
-def test_a_cache_among_the_results_is_refused() -> None:
+@pytest.mark.parametrize("net", ["llama", "t5"])
+def test_a_cache_among_the_results_is_left_out_with_a_note(net: str, tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.float64)
+    model, kwargs = hf_models.MODELS[net]("sdpa", 1)
+    model = model.double()
+    with hf_models.Doubled():
+        outputs, gradients = eager(model, (), kwargs)
+        kwargs |= {"use_cache": True}
+        (kind,) = (type(found) for found in model(**kwargs).values() if type(found).__name__.endswith("Cache"))
+        plan = sbpc.plan(model, (), Mesh(x=2), kwargs=kwargs)
+    plan.save(tmp_path / "plan")
+    for each in (plan, sbpc.load(tmp_path / "plan")):
+        said = f"the {kind.__module__}.{kind.__name__} among the results is left out: None is returned"
+        assert said in each.remarks and not each.notes
+        assert compare(each, model, (), outputs, gradients, kwargs) <= TOLERANCE
+    assert sbpc.simulate(plan, model, (), kwargs).outputs.past_key_values is None
+
+
+def test_a_cache_among_the_arguments_is_refused() -> None:
     model, kwargs = hf_models.llama("sdpa", 1)
-    kwargs |= {"use_cache": True}
-    (name,) = (name for name, found in model(**kwargs).items() if type(found).__name__ == "DynamicCache")
+    kwargs["past_key_values"] = model(**kwargs, use_cache=True).past_key_values
     with pytest.raises(CaptureError) as error:
         sbpc.plan(model, (), Mesh(x=2), kwargs=kwargs)
     assert str(error.value) == (
-        f"the result.{name} is a transformers.cache_utils.DynamicCache\n"
-        "  A program returns no cache: call the model with use_cache=False."
+        "kwargs['past_key_values'] is a transformers.cache_utils.DynamicCache\n"
+        "  A program takes no cache: leave it out."
     )

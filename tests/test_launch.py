@@ -130,7 +130,9 @@ def test_a_loss_is_found_in_whatever_a_model_returns():
 
     loss = torch.ones((), requires_grad=True) * 2
     logits = torch.ones(3, requires_grad=True) * 1
-    for result in (loss, loss.reshape(1), (loss, logits), [loss], {"logits": logits, "loss": loss}):
+    for result in (loss, loss.reshape(1), (loss, logits), [loss], {"logits": logits, "loss": loss}, (logits, loss)):
         assert loss_of(result).item() == 2.0
-    with pytest.raises(sbpc.SbpcError, match="returns no loss"):
-        loss_of(logits)
+    assert loss_of([logits, {"a": loss}], 1).item() == 2.0
+    for result in (logits, (logits, loss, logits.sum())):
+        with pytest.raises(sbpc.SbpcError, match="returns no loss"):
+            loss_of(result)

@@ -159,12 +159,12 @@ the model's forward asks for the values of a tensor with .numpy()
 aten._local_scalar_dense.default needs the values of a tensor, and a captured graph has none
   File "tests/test_refused.py", line N, in checks
     assert not torch.isnan(y).any()
-  Write it without .item(), nonzero or a branch on a tensor: torch.where keeps both sides.
+  To log it, return it, and call .item() on what the module returns; for a branch, write torch.where.
 
 aten._local_scalar_dense.default needs the values of a tensor, and a captured graph has none
   File "tests/test_refused.py", line N, in averages_all
     return m.norm(m.linear(x))
-  Write it without .item(), nonzero or a branch on a tensor: torch.where keeps both sides.
+  To log it, return it, and call .item() on what the module returns; for a branch, write torch.where.
 
 the model's forward makes copies with copy.deepcopy
   File "tests/test_refused.py", line N, in copies

@@ -121,6 +121,9 @@ def on_four_ranks(folder: str) -> dict[str, Any]:
     whole = tower()[0].state_dict()
     module, _ = parallel(folder, LEGS[-1][0])
     module.load_state_dict({name: value + 1 for name, value in whole.items()})  # strict, with the names of other stages
+    taken = sbpc.full_state_dict(module)
+    if torch.distributed.get_rank() == 0:
+        assert taken.keys() == whole.keys() and all(taken[name].equal(whole[name] + 1) for name in whole)
     twin = copy.deepcopy(module)
     wrong = [name for name, p in twin.named_parameters() if not torch.equal(p.full_tensor(), whole[name] + 1)]
     with pytest.raises(PlanError, match="cannot be pickled"):

@@ -240,7 +240,6 @@ def test_what_cannot_be_cut_into_stages_is_refused() -> None:
         ({"microbatches": 7}, "a batch of 96 in 7 micro-batches"),
         ({"memory": 1e3}, "more than the limit of 1,000"),
         ({"spread": True}, "spread= with stages="),
-        ({"train": False}, "is for training"),
         ({"stages": None, "microbatches": 1, "schedule": "1f1b"}, "schedule='1f1b' of a step that is no loop"),
         ({"stages": None, "panels": 2, "schedule": "gpipe"}, "schedule='gpipe' of a step that is no loop"),
     ):

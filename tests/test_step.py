@@ -49,11 +49,13 @@ class Net(nn.Module):
         return {
             "scalar": loss, "one": loss.reshape(1), "first": (loss, logits), "dict": {"logits": logits, "loss": loss},
             "dataclass": Output(logits, loss), "named tuple": Pair(logits.square().sum(), loss), "counted": [loss, x.argmax()],
-            "none": {"logits": logits}, "second": (logits, loss),
+            "second": (logits, loss), "deep": ([logits.square().sum()], {"losses": (logits.mean(), loss)}),
+            "none": {"logits": logits}, "two": (logits, loss, logits.sum()),
         }[self.kind]  # fmt: skip
 
 
-WITH_LOSS = "scalar", "one", "first", "dict", "dataclass", "named tuple", "counted"
+WITH_LOSS = "scalar", "one", "first", "dict", "dataclass", "named tuple", "counted", "second", "deep"
+NAMES = {"deep": "1.losses.1"}  # of what is not found otherwise
 
 
 def model_of(kind: str) -> tuple[Net, tuple[Tensor, Tensor]]:
@@ -64,7 +66,9 @@ def model_of(kind: str) -> tuple[Net, tuple[Tensor, Tensor]]:
 
 def loss_in(kind: str, result: Any) -> Tensor:
     """The loss, by hand."""
-    places = {"first": 0, "counted": 0, "dict": "loss"}
+    if kind == "deep":
+        return result[1]["losses"][1]
+    places = {"first": 0, "counted": 0, "dict": "loss", "second": 1}
     return (
         result.loss
         if kind in ("dataclass", "named tuple")
@@ -115,7 +119,9 @@ def on_rank(folder: str, plans: dict[str, sbpc.Plan]) -> Any:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("exported")
-    plans = {kind: sbpc.plan(*model_of(kind), Mesh(data=2)) for kind in (*WITH_LOSS, "none", "second")}
+    plans = {
+        kind: sbpc.plan(*model_of(kind), Mesh(data=2), loss=NAMES.get(kind)) for kind in (*WITH_LOSS, "none", "two")
+    }
     plans["scalar"].export(folder / "net.sbpc")
     save_weights(weights_of(model_of("scalar")[0]), folder / "net.safetensors")
     found = run_ranks(on_rank, 2, str(folder), plans)
@@ -136,6 +142,28 @@ def test_a_step_has_the_loss_and_the_gradients_of_a_forward_and_a_backward(ranks
 
 
 def test_a_step_of_a_model_that_returns_no_loss_is_refused(ranks: list[Any]) -> None:
-    for kind in ["none", "second"]:
+    for kind in ["none", "two"]:
         for found in ranks:
-            assert "none a loss\n  Return a scalar alone, as `loss`, or first of several" in found[kind]
+            assert (
+                "none a loss\n  Return a scalar alone, as `loss`, first of several, or as the only one with a gradient"
+                in found[kind]
+            )
+
+
+def test_a_name_says_which_result_is_the_loss(tmp_path: Path) -> None:
+    model, args = model_of("deep")
+    for name, said in (("1.losses.2", "nothing called '1.losses.2'"), ("1", "nothing called '1'")):
+        with pytest.raises(PlanError, match=said):
+            sbpc.plan(model, args, Mesh(data=2), loss=name)
+    with pytest.raises(PlanError, match="none a loss"):
+        sbpc.plan(model_of("none")[0], args, Mesh(data=2), loss="logits")
+    for options in ({}, {"microbatches": 2}):
+        plan = sbpc.plan(model, args, Mesh(data=2), loss="1.losses.1", **options)
+        plan.save(tmp_path / "plan")
+        assert plan.options.loss == sbpc.load(tmp_path / "plan").options.loss == 2
+        loss = loss_in("deep", model(*args))
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        run = sbpc.simulate(plan, model, args)
+        torch.testing.assert_close(loss_in("deep", run.outputs), loss.detach(), rtol=1e-12, atol=1e-14)
+        for found, wanted in zip(run.gradients.values(), grads):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)

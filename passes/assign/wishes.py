@@ -17,10 +17,10 @@ from torch.fx import GraphModule, Node
 from sbpc.errors import PinError, PlanError, at_node
 from sbpc.graph.about import RECOMPUTES
 from sbpc.graph.operands import shape_of
-from sbpc.graph.ports import BUFFER, INPUT, OUTPUT, PARAMETER, TANGENT, placeholders
+from sbpc.graph.ports import BUFFER, INPUT, OUTPUT, PARAMETER, TANGENT, placeholders, results
 from sbpc.mesh.layout_codes import decode
 from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.pins import Wish, both, exactly, parse_layout, resolve_pins
+from sbpc.mesh.pins import Wish, both, exactly, layout_of_rows, leaves_with_rows, parse_layout, resolve_pins
 from sbpc.mesh.states import Split
 from sbpc.passes.assign.expert_schemes import EXPERTS, expert_wishes
 from sbpc.passes.assign.expert_structure import Model
@@ -43,12 +43,32 @@ def wishes(gm: GraphModule, mesh: Mesh, options: Options, whole: GraphModule | N
 
     Raises PinError if one names nothing, or two contradict each other, and PlanError if the baseline does not fit.
     """
-    stored = placeholder_wishes(gm, mesh, options.inputs, options.outputs, options.spread)
+    inputs, outputs = end_layouts(gm, mesh, options)
+    stored = placeholder_wishes(gm, mesh, inputs, outputs, options.spread)
     nodes = both(stored, pin_wishes(gm, mesh, options.pin, stored), mesh)
     if options.baseline is not None:
         nodes = both(nodes, scheme_of(gm, mesh, options.baseline, Model(whole or gm), whole is not None), mesh)
     nodes = with_recomputed(gm, nodes)
-    return Wishes(nodes, output_wishes(gm, mesh, options.outputs, options.spread))
+    return Wishes(nodes, output_wishes(gm, mesh, outputs, options.spread))
+
+
+def end_layouts(gm: GraphModule, mesh: Mesh, options: Options) -> tuple[Layouts, Layouts]:
+    """Layouts of inputs and outputs: those that are asked for, or where `inputs` names axes, the rows of the batch
+    split over these. They stay whole where they cannot be cut so; a rank's rows are then gathered before the step."""
+    if not isinstance(options.inputs, str):
+        return options.inputs, options.outputs  # type: ignore[return-value]
+    ports, rows = gm.meta["ports"], layout_of_rows(options.inputs, mesh)
+    given = [node.meta["val"].shape for port, node in placeholders(gm).items() if port.kind == INPUT]
+    made = [node for port, node in zip(ports.outputs, results(gm)) if port.kind == OUTPUT]
+    left = [() if node is None else node.meta["val"].shape for node in made]
+    cut = leaves_with_rows([*given, *left])
+    count = next((shape[0] for shape in given if shape), 0)
+    axes = rows.cuts.get(0, ())
+    even = axes != tuple(sorted(axes))  # what `of_stored` allows
+    fits = may_cut(count, tuple(mesh.sizes[axis] for axis in axes), even, True)
+    own = [rows if has and fits else None for has in cut]
+    outputs = own[len(given) :] if options.outputs in (None, options.inputs) else options.outputs
+    return own[: len(given)], outputs  # type: ignore[return-value]
 
 
 def expert_alternatives(

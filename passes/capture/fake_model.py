@@ -26,6 +26,7 @@ from sbpc._compat import (
 from sbpc.errors import CaptureError
 from sbpc.graph import ports
 from sbpc.graph.guards import GUARDS, LOSS, Planned
+from sbpc.graph.loss import named_loss
 from sbpc.graph.ports import Port, Ports
 from sbpc.graph.pytree import flatten, paths, unflatten
 from sbpc.passes.capture.attributes import Attributes
@@ -46,7 +47,7 @@ class FakeModel:
     """
 
     module: nn.Module
-    loss: Callable[..., Any] | None
+    loss: Callable[..., Any] | str | None
     count: int
     arguments: Any
     parameters: Named
@@ -68,9 +69,12 @@ class FakeModel:
         autocast = contextlib.nullcontext() if self.dtype is None else torch.autocast(self.device.type, self.dtype)
         with autocast:
             result = self.module(*args[: self.count], **kwargs)
-            if self.loss is not None:
+            if callable(self.loss):
                 result = self.loss(result, *args[self.count :])
-        leaves, structure = flatten(result, "the result")
+        leaves, structure = flatten(result, "the result", drops=True)
+        if isinstance(self.loss, str):  # others get no gradient
+            number = named_loss(structure, self.loss)
+            leaves = [leaf if at == number else leaf.detach() for at, leaf in enumerate(leaves)]
         if not leaves:
             raise CaptureError("the model returns no tensor\n  Return the tensors that you want computed.")
         return leaves, structure
@@ -107,7 +111,7 @@ class FakeModel:
         """Watches the attributes of the module and its loss while this lasts. Afterwards all are as they were."""
         attributes = Attributes(self.module.named_modules())
         try:
-            if self.loss is not None:
+            if callable(self.loss):
                 attributes.begin(LOSS, self.loss)
             yield attributes
         finally:
@@ -204,8 +208,8 @@ def _check_request(module: nn.Module, loss: Any, targets: Sequence[Any], dtype: 
             f"the parameter {hooked!r} has a hook, which no program calls\n  Register it on that of the parallel "
             "module."
         )
-    if loss is None and targets:
-        raise CaptureError("targets without a loss\n  Give the loss, or pass the targets as arguments.")
+    if not callable(loss) and targets:
+        raise CaptureError("targets without a function as loss\n  Give the loss, or pass the targets as arguments.")
     if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
         raise CaptureError("the loss has parameters\n  Make the loss part of the module.")
 
@@ -332,7 +336,7 @@ def _check_memory(parameters: Named, named: Named) -> None:
 def _labels(module: nn.Module, loss: Any, count: int, leaf_paths: Sequence[tuple[Any, ...]]) -> list[str]:
     """Returns readable names of the argument leaves: the name in the signature, then keys and numbers."""
     names = _positional(module.forward)
-    after = _positional(loss.forward if isinstance(loss, nn.Module) else loss)[1:] if loss is not None else []
+    after = _positional(loss.forward if isinstance(loss, nn.Module) else loss)[1:] if callable(loss) else []
     labels = []
     for group, *path in leaf_paths:
         first, *rest = path

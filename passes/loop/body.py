@@ -28,6 +28,7 @@ from sbpc.graph.ports import (
     ONCE,
     OUTPUT,
     PARAMETER,
+    TANGENT,
     Port,
     add_port,
     outputs,
@@ -35,7 +36,7 @@ from sbpc.graph.ports import (
     results,
 )
 from sbpc.graph.pytree import structures
-from sbpc.graph.rewrite import Copies
+from sbpc.graph.rewrite import Copies, rebuild
 from sbpc.mesh.cluster import CLUSTERS
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish
@@ -63,7 +64,7 @@ def loop_of(gm: GraphModule, count: int) -> Loop:
     """
     batch = batch_of(gm, count)
     try:
-        step = annotate(uncast_gradients(one_loss(gm)))
+        step = annotate(uncast_gradients(one_loss(gm)) if placeholders(gm, TANGENT) else rebuild(gm))
     except PlanError as error:  # it has no loss
         raise LoopError(str(error)) from error
     step.meta[ONCE] = {PARAMETER: OUTSIDE, GRADIENT: OUTSIDE}

@@ -133,6 +133,24 @@ def cuts_of(gm: GraphModule, places: Places, stages: int, mesh: Mesh) -> list[in
     return [int(ends[at]) for at in best_steps(sent_over, stages, np.add)[1][1:-1]]
 
 
+def cuts_at(gm: GraphModule, places: Places, named: Sequence[str]) -> list[int]:
+    """Returns the first place of every stage but the first: where the block of a named parameter begins, or what reads
+    it where others of the block are in the stage before. Raises PlanError for names that part no stages."""
+    stored, here, found = placeholders(gm, PARAMETER), [0, *between_blocks(places)], [0]
+    first = {
+        port.name: min((places[user] for user in node.users if user in places and not is_late(user)), default=0)
+        for port, node in stored.items()
+    }
+    for name in named:
+        place = first.get(name, 0)
+        before = max((each for each in first.values() if each < place), default=0)
+        start = max(each for each in here if each <= place)
+        found.append(start if start > before else place)
+        if found[-1] <= found[-2]:
+            raise PlanError(f"cuts= names {name!r}, before which no stage ends\n  Give plan.cuts of a plan like this.")
+    return found[1:]
+
+
 def trained_at(gm: GraphModule, places: Places) -> list[int]:
     """Returns the places at which trained parameters are first read."""
     stored = placeholders(gm)

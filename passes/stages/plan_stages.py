@@ -18,7 +18,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import B, Partial, Split, State
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.micro_batches import batch_of
-from sbpc.passes.stages.balance import cuts_of, places_of
+from sbpc.passes.stages.balance import cuts_at, cuts_of, places_of
 from sbpc.passes.stages.cut import StageGraph, cut
 from sbpc.passes.stages.zero import Build, within_levels
 from sbpc.plans.chunk import Assignment, Chunk
@@ -78,8 +78,7 @@ def staged(
     loop.body.meta[ONCE] = dict.fromkeys((PARAMETER, GRADIENT), 1 / count)
 
     def draft(whole: Plan, free: Plan | None = None) -> Draft:
-        places = places_of(whole.annotated)
-        pieces = cut(whole.annotated, places, cuts_of(whole.annotated, places, stages * chunks_in(schedule), inner))
+        pieces = pieces_of(whole, stages * chunks_in(schedule), options)
         times = count / stages  # of the mean stage: no layouts take less in all
         # while a stage communicates, others may compute faster
         alone = 1.0 if whole.serial_bound else min(mesh.cluster.sharing, stages)
@@ -137,10 +136,22 @@ def breadth_first(plan: Plan, made: Made) -> Plan:
 def rewritten(plan: Plan, body: Plan, schedule: str, made: Made) -> Plan:
     """Returns the plan of the same step with another body, and in another order."""
     count = plan.stages * chunks_in(schedule)
-    places = places_of(body.annotated)
-    pieces = cut(body.annotated, places, cuts_of(body.annotated, places, count, plan.inner))
+    pieces = pieces_of(body, count, plan.options)
     options = replace(plan.options, schedule=schedule)
     return replace(plan, chunks=chunks_of(body, pieces, made), options=options, body=body)
+
+
+def pieces_of(body: Plan, count: int, options: Options) -> list[StageGraph]:
+    """Returns the graphs of so many chunks of a body: cut where `options` say, or else even ones."""
+    places, named = places_of(body.annotated), options.cuts
+    if named is not None and len(named) != count - 1:
+        raise PlanError(
+            f"cuts= names {len(named)} parameters for {count} chunks\n  Give plan.cuts of a plan like this."
+        )
+    even = (
+        cuts_of(body.annotated, places, count, body.mesh) if named is None else cuts_at(body.annotated, places, named)
+    )
+    return cut(body.annotated, places, even)
 
 
 def better(plan: Plan, tried: Plan) -> Plan:

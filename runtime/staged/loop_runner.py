@@ -19,6 +19,7 @@ from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.runtime.accumulate import Sums
 from sbpc.runtime.device_kernels import placed
 from sbpc.runtime.executors import BoxedFunction, Executor
+from sbpc.runtime.own_rows import Rows
 from sbpc.runtime.staged.stage_run import Joined, StageRun, before_loop, micro_batch
 from sbpc.runtime.start.mail import Mail
 from sbpc.runtime.start.same_calls import SameCalls
@@ -57,15 +58,21 @@ class LoopRunner(Runner):
 
     def comparison(self) -> SameCalls:
         whole = [broadcast(self.plan.mesh.axes)] * len(self.inputs)
-        return SameCalls(self.plan.mesh, whole, self.names, apart=self.plan.axis is None)
+        return SameCalls(self.plan.mesh, whole, self.names, self.axis_of_rows)
 
     def names(self) -> list[str]:
         ports = [port for port in self.loop.ports.inputs if port.kind in (INPUT, BUFFER)]
         named = dict(zip(ports, self.loop.before.graph.find_nodes(op="placeholder")))
         return [named[port].name for port in self.inputs]
 
-    def shard_of(self, port: Port, given: Tensor, train: bool) -> Tensor:
-        return super().shard_of(port, given.full_tensor() if isinstance(given, DTensor) else given, train)
+    def shard_of(self, port: Port, given: Tensor, train: bool, rows: Rows | None = None) -> Tensor:
+        return super().shard_of(port, given.full_tensor() if isinstance(given, DTensor) else given, train, rows)
+
+    exchanges = True  # stages wait for each other
+
+    def infer(self, values: list[Tensor]) -> list[Tensor]:
+        results, _ = Step(self, dict(zip(self.takes, values)), Sums()).run()
+        return [results[port] for port in self.results]
 
     def chunk_function(self, at: int, which: Parts, adding: bool) -> BoxedFunction:
         """Returns the compiled program of some parts of a chunk, or of a piece of it."""

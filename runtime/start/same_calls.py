@@ -35,7 +35,7 @@ class SameCalls:
     values for those of it.
 
     layouts: of the arguments. On an axis on which one is B, all ranks have to give the same. names: gives theirs.
-    apart: whether a plan of this kind can be made for each rank's own part of a batch. A comparison takes 0.5 to 2.5
+    axis: one along which each rank could give its own rows. A comparison takes 0.5 to 2.5
     % of one step of a GPT of 4 layers of width 256 on 512 tokens and two busy CPU ranks, so about 0.1 % of all; on a
     GPU it waits for what was started before.
     """
@@ -43,9 +43,9 @@ class SameCalls:
     failed = False  # of whatever plan
 
     def __init__(
-        self, mesh: Mesh, layouts: Sequence[Layout], names: Callable[[], Sequence[str]], apart: bool = True
+        self, mesh: Mesh, layouts: Sequence[Layout], names: Callable[[], Sequence[str]], axis: str | None
     ) -> None:
-        self.mesh, self.layouts, self.names, self.apart = mesh, layouts, names, apart
+        self.mesh, self.layouts, self.names, self.axis = mesh, layouts, names, axis
         self.number, self.calls = next(numbers), 0
         self.group = process_groups.everyone() if mesh.ranks > 1 else None
 
@@ -121,15 +121,14 @@ class SameCalls:
 
     def different(self, at: int, first: int, rank: int) -> PlanError:
         """Returns the error about an argument that two ranks give differently."""
-        own = [f"S(0)@{self.mesh.axes[0]}" if other == at else None for other in range(len(self.layouts))]
         todo = (
             "Give the same batch on all ranks: without a DistributedSampler, shuffled and augmented from one seed, "
             "and broadcast by one rank where each would compute it"
         )
-        if self.apart:
+        if self.axis is not None:
             todo += (
-                "; or plan for the batch of all ranks together, of which each gives its own part: sbpc.plan(..., "
-                f"inputs={own})"
+                "; or plan for the batch of all ranks together, of which each gives its own rows: sbpc.plan(..., "
+                f"inputs={self.axis!r})"
             )
         name = self.names()[at]
         what = f"argument {name} is not the same on rank {rank} as on rank {first}"

@@ -55,7 +55,7 @@ class Checkpoints:
 
     They hold parameters, buffers, the optimizer's state and settings, and the place among random numbers. Every rank
     makes this at the same point, calls `save` at the same steps, and `wait` before it ends. asynchronous: what is
-    saved is copied, and written while training goes on.
+    saved is copied, and written by a thread while training goes on; the next `save` waits for it, and says what failed.
 
     A checkpoint is whole in the folder or not there, whenever a process is killed. Ranks that have not done as many
     steps and updates save nothing, and all say so. What was whole is removed once the new one is on the disk and every
@@ -88,14 +88,22 @@ class Checkpoints:
         self.pending: Future[None] | None = None
 
     def save(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, extra: Any = None
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Any = None,
+        block: bool | None = None,
     ) -> None:
         """Saves what training goes on from after `step` steps. extra: numbers and texts of your own, nested as you
-        like.
+        like. block: whether to return when all is on the disk, or once it is copied; by default as `asynchronous`
+        says.
 
         Raises CheckpointError, also for an earlier save that failed, as it does if ranks disagree on what they save,
         and PlanError amid an accumulation by `no_sync`.
         """
+        check_kinds(CheckpointError, block=(block, "True or False", "None"))
         refuse_unfinished(model)
         self.wait()
         if not is_number(step, Integral) or not 0 <= step < 10**9:
@@ -103,10 +111,11 @@ class Checkpoints:
         step = int(step)
         blocks = blocks_of(model, optimizer)
         record = describe(step, blocks, model, optimizer, extra)
-        if self.asynchronous:
+        block = not self.asynchronous if block is None else block
+        if not block:
             blocks = {name: replace(each, local=each.local.to("cpu", copy=True)) for name, each in blocks.items()}
         self.pending = self.writer.submit(self.write, blocks, record, progress(record, blocks, steps_run(model)))
-        if not self.asynchronous:
+        if block:
             self.wait()
 
     def wait(self) -> None:

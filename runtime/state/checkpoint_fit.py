@@ -66,9 +66,15 @@ def zeros(
     state = {}
     for key, (dtype, shape) in tensors.items():
         kind = getattr(torch, dtype)
-        like = tuple(shape) == tuple(parameter.shape) and key != "step"
-        state[key] = torch.zeros_like(parameter, dtype=kind) if like else torch.zeros(shape, dtype=kind, device=device)
+        alone = not shape or key == "step"
+        state[key] = torch.zeros(shape, dtype=kind, device=device) if alone else like(parameter, shape, kind)
     return state
+
+
+def like(parameter: nn.Parameter, shape: Any, dtype: torch.dtype) -> Tensor:
+    """Returns zeros that are cut as a parameter is, as far as its dims have their sizes."""
+    same = tuple(shape) == tuple(parameter.shape)
+    return torch.zeros_like(parameter, dtype=dtype) if same else parameter.detach().new_zeros(shape, dtype=dtype)
 
 
 def as_saved(blocks: Mapping[str, TensorBlock], model: nn.Module, record: Record) -> dict[str, TensorBlock]:

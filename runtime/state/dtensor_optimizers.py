@@ -1,5 +1,5 @@
-"""Make torch.optim and torch.amp.GradScaler right for DTensors, which torch 2.13 gets wrong in three ways, and
-refuse a fourth.
+"""Make torch.optim, Adafactor of `transformers` and torch.amp.GradScaler right for DTensors, which torch 2.13 gets
+wrong in several ways, and refuse some.
 
 It refuses `_fused_sgd_` and `_fused_adagrad_` of DTensors. Its ops on lists of DTensors (foreach, fused) do not
 raise `_version`, so nobody would see that a parameter was written between a forward and its backward. GradScaler
@@ -9,20 +9,26 @@ pipeline skip a step together, too, if all of them have gradients of the same dt
 dtype by dtype. `torch.nn.utils.clip_grad_norm_` takes the norm of the gradients that a rank has, which are those of
 its stages alone. It could not be made right: it knows no names of parameters that two stages count, and a stage
 without gradients does not take part.
+
+`.item()` of a partial sum, such as `grad.norm().item()`, gives each rank its own summand: it is summed first. Ops in
+place refuse partial sums, which Adafactor has of the rows and columns of a gradient: norms and means are summed at
+once. It makes state for rows and columns by `grad.new_zeros`, which torch makes whole however the gradient is cut, or
+by `torch.zeros`, which is no DTensor.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from sbpc._compat import as_torch_does, detached, local_of, on_dtensors, tree_map
+from sbpc._compat import MIXED, StridedShard, as_torch_does, detached, local_of, on_dtensors, on_steps, tree_map
 from sbpc.errors import PlanError
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.lost_ranks import watched
@@ -39,6 +45,12 @@ def install() -> None:
     on_dtensors(aten._amp_foreach_non_finite_check_and_unscale_.default, unscale)
     on_dtensors(aten.detach.default, detached)
     on_dtensors(aten.stack.default, stack)
+    on_dtensors(aten._local_scalar_dense.default, number)
+    on_dtensors(aten.new_zeros.default, zeros_beside)
+    for reduction in (aten.linalg_vector_norm.default, aten.mean.dim):
+        on_dtensors(reduction, summed)
+    on_steps(explained)
+    register_optimizer_step_pre_hook(begin_state)
     register_optimizer_step_post_hook(count_writes)
 
 
@@ -86,3 +98,79 @@ def stack(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "number's .item()."
         )
     return as_torch_does(op, args, kwargs)
+
+
+def number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the number in a DTensor of one element. Where ranks hold summands or parts, every rank calls this."""
+    if all(isinstance(state, Replicate) for state in args[0].placements):
+        return op(local_of(args[0]))
+    with watched("item"):
+        return op(args[0].full_tensor())
+
+
+def summed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Reduces a DTensor, and makes what comes out as partial sums whole."""
+    result = as_torch_does(op, args, kwargs)
+    whole = [Replicate() if state.is_partial() else state for state in result.placements]
+    if whole == list(result.placements):
+        return result
+    with watched(str(op)):
+        return result.redistribute(placements=whole)
+
+
+def zeros_beside(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Makes zeros that are cut as the DTensor beside them along dims of the same size, and whole along others."""
+    like, shape = args[0], torch.Size(args[1])
+    dims = [dim for dim, size in enumerate(shape) if len(shape) == like.dim() and size == like.shape[dim]]
+    cut = [isinstance(state, (Shard, StridedShard)) and state.dim in dims for state in like.placements]
+    if shape == like.shape or not any(cut):
+        return as_torch_does(op, args, kwargs)
+    own = {state.dim for state, keeps in zip(like.placements, cut) if keeps}
+    local = op(
+        local_of(like), [local_of(like).shape[at] if at in own else shape[at] for at in range(len(shape))], **kwargs
+    )
+    placements = [state if keeps else Replicate() for state, keeps in zip(like.placements, cut)]
+    return DTensor.from_local(
+        local, like.device_mesh, placements, shape=shape, stride=torch.empty(shape, device="meta").stride()
+    )
+
+
+def begin_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Makes the state of Adafactor of `transformers`, which would make it by torch.zeros, as DTensors."""
+    if type(optimizer).__name__ != "Adafactor" or not type(optimizer).__module__.startswith("transformers."):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter.grad, DTensor) and not optimizer.state[parameter]:
+                optimizer.state[parameter].update(adafactor_state(group, parameter.grad))
+
+
+def adafactor_state(group: dict[str, Any], gradient: DTensor) -> dict[str, Any]:
+    """Returns what a step of Adafactor of `transformers` begins with."""
+    wide = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
+    state: dict[str, Any] = {"step": 0, "RMS": 0}
+    if group["beta1"] is not None:
+        state["exp_avg"] = torch.zeros_like(wide)
+    if wide.dim() > 1:
+        return state | {"exp_avg_sq_row": wide.mean(-1).zero_(), "exp_avg_sq_col": wide.mean(-2).zero_()}
+    return state | {"exp_avg_sq": torch.zeros_like(wide)}
+
+
+def explained(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a step of an optimizer that may mix parameters with plain tensors. Raises PlanError where it does."""
+
+    @functools.wraps(step)
+    def wrapped(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(optimizer, *args, **kwargs)
+        except RuntimeError as error:
+            if MIXED not in str(error):
+                raise
+            what = f"{type(optimizer).__name__} mixes parameters, of which this rank holds parts, with plain tensors"
+            raise PlanError(
+                f"{what}: {str(error).splitlines()[0]}\n"
+                "  Have it make its state by torch.zeros_like(p), p.new_zeros(shape) or p.mean(dim), "
+                "and not by torch.zeros(p.shape); or take whole tensors by p.full_tensor(), parts by p.to_local()."
+            ) from error
+
+    return wrapped

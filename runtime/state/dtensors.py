@@ -76,9 +76,8 @@ def pickled(tensor: DTensor) -> Any:
         raise CheckpointError(
             f"this rank's part {local} of a tensor {tuple(tensor.shape)} is pickled, as torch.save does with a "
             "state_dict: the file would lack what other ranks hold\n"
-            "  Save with sbpc.Checkpoints, of which sbpc convert makes one file. Or, without stages, have all ranks "
-            "call torch.distributed.checkpoint.state_dict.get_model_state_dict(module, "
-            "options=StateDictOptions(full_state_dict=True)) and save what it returns on rank 0."
+            "  Have all ranks call sbpc.full_state_dict(module), and save what it returns on rank 0; to train on from "
+            "it on any mesh, save by sbpc.Checkpoints."
         )
     return reduced(tensor)
 

@@ -4,6 +4,8 @@ pickling."""
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -14,9 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from sbpc._compat import local_of
 from sbpc.errors import PlanError
+from sbpc.graph.guards import FORWARD
 from sbpc.runtime.start.lost_ranks import watched
+from sbpc.runtime.state.whole import RANDOM, WEIGHTS, save_pretrained
 
-WEIGHTS, RANDOM = "_sbpc_weights", "_sbpc_random"
 CLIP = """Scales the gradients so that their norm is at most `max_norm`, and returns the norm that they had, 0-dim.
 
 It is `torch.nn.utils.clip_grad_norm_` of all parameters of the model, those on other stages of a pipeline, too, each
@@ -25,12 +28,17 @@ float("inf") for the largest element. Raises PlanError for a norm that is NaN or
 
 
 def members_of(
-    cls: type[nn.Module], forward: Callable[..., Any], step: Callable[..., Any], elsewhere: Container[str] = ()
+    cls: type[nn.Module],
+    forward: Callable[..., Any],
+    step: Callable[..., Any],
+    signature: inspect.Signature,
+    elsewhere: Container[str] = (),
 ) -> dict[str, Any]:
     """Returns the members of the subclass of a model's class that runs programs. A deep copy runs them on its own
     weights.
 
-    elsewhere: names of parameters that another stage of a pipeline counts.
+    signature: that of forward as its callers see it, `self` first. elsewhere: names of parameters that another stage
+    of a pipeline counts.
     """
 
     def clip_grad_norm_(
@@ -41,13 +49,22 @@ def members_of(
     def pickled(self: nn.Module, protocol: Any) -> Any:
         raise PlanError(
             f"a parallel {cls.__name__} cannot be pickled: it is one rank's part of a running program\n"
-            "  Save its state_dict() with torch.distributed.checkpoint, and the plan with plan.save()."
+            "  Save sbpc.full_state_dict(module), or checkpoints by sbpc.Checkpoints, and the plan by plan.save()."
         )
 
     clip_grad_norm_.__doc__ = CLIP
-    return {
-        "forward": torch.compiler.disable(forward, reason="sbpc has compiled it"),
+    running = torch.compiler.disable(forward, reason="sbpc has compiled it")
+    running.__signature__ = signature  # type: ignore[attr-defined]
+    own = (
+        {"save_pretrained": functools.wraps(cls.save_pretrained)(save_pretrained)}
+        if hasattr(cls, "save_pretrained")
+        else {}
+    )
+    return own | {
+        "forward": running,
         "step": torch.compiler.disable(step, reason="sbpc has compiled it"),
+        "_get_name": lambda self: cls.__name__,  # by which libraries choose losses
+        "_is_accelerate_prepared": True,  # an Accelerator takes it as it is
         "clip_grad_norm_": clip_grad_norm_,
         "random_state": lambda self: dict(self.__dict__[RANDOM]),
         "set_random_state": set_random_state,
@@ -62,7 +79,8 @@ def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copies a parallel module with its weights. Raises PlanError amid an accumulation."""
     refuse_unfinished(self)
     made = memo[id(self)] = self.__class__.__new__(self.__class__)
-    own = {key: value for key, value in self.__dict__.items() if key != WEIGHTS}
+    own = {key: value for key, value in self.__dict__.items() if key not in (WEIGHTS, FORWARD)}
+    made.__dict__.update({FORWARD: vars(self)[FORWARD]} if FORWARD in vars(self) else {})  # of the one-device model
     made.__dict__.update((key, copy.deepcopy(value, memo)) for key, value in own.items())
     return made
 
@@ -71,7 +89,7 @@ def refuse_unfinished(module: nn.Module) -> None:
     """Raises PlanError if a module keeps gradients of backwards within `no_sync`, which no state dict and no copy
     holds."""
     weights = vars(module).get(WEIGHTS)
-    if weights is not None and weights.sums.held:
+    if weights is not None and weights.sums.unfinished:
         raise PlanError(
             "the module keeps gradients of backwards within no_sync, which would be lost\n"
             "  Call backward outside of no_sync and optimizer.step() first, or module.zero_grad()."

@@ -18,6 +18,7 @@ from sbpc.errors import PinError, PlanError, SbpcError, check_kinds, is_number, 
 from sbpc.graph.ports import PARAMETER
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.pins import layout_of_rows
 from sbpc.plans.options import BYTES, OBJECTIVES, OPTIMIZER_STATE, RECOMPUTE, REDUCTIONS, Options
 from sbpc.plans.staged.schedules import chunks_in
 
@@ -63,18 +64,22 @@ def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
     check_kinds(
         optimizer=(known.optimizer, "a text", "None"),
         pin=(known.pin, "a mapping whose keys are texts", "None"),
-        inputs=(known.inputs, "a list", "None"),
-        outputs=(known.outputs, "a list", "None"),
+        inputs=(known.inputs, "a text", "a list", "None"),
+        outputs=(known.outputs, "a text", "a list", "None"),
         recompute=(known.recompute, "a text"),
         reduce=(known.reduce, "a text"),
         objective=(known.objective, "a text"),
         spread=(known.spread, "True or False"),
         schedule=(known.schedule, "a text", "None"),
+        cuts=(known.cuts, "a list", "None"),
         stages=(known.stages, "a text", "None"),
     )
     layouts = [(f"pin {name!r}", layout) for name, layout in (known.pin or {}).items()]
     layouts += [
-        (kind, layout) for kind in ("inputs", "outputs") for layout in getattr(known, kind) or () if layout is not None
+        (kind, layout)
+        for kind in ("inputs", "outputs")
+        for layout in (() if isinstance(getattr(known, kind), str) else getattr(known, kind) or ())
+        if layout is not None
     ]
     for name, layout in layouts:
         if not isinstance(layout, (str, Layout)):
@@ -95,6 +100,7 @@ def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
     if known.memory is not None and (not is_number(known.memory, (int, float)) or not known.memory > 0):
         raise SbpcError(f"memory is {shown(known.memory)}\n  It is the bytes that a rank has, a positive number.")
     options = Options(**asked)
+    check_rows(mesh, options)
     if options.schedule is not None:
         chunks_in(options.schedule)
         if options.stages is None and not (train and may_loop(options)):
@@ -102,28 +108,47 @@ def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
             loop = "microbatches= above 1 without inputs=, outputs=, spread=, panels= and objective='bytes'"
             raise SbpcError(f"{what}\n  Give stages=, or {loop}, or leave it out.")
     if mesh is not None and options.stages is not None:
-        check_staged(mesh, train, options)
+        check_staged(mesh, options)
     return options
+
+
+def check_rows(mesh: Mesh | None, options: Options) -> None:
+    """Raises SbpcError for axes of each rank's own rows that the mesh has not, or that say something else of
+    outputs."""
+    if isinstance(options.outputs, str) and options.outputs != options.inputs:
+        what = f"outputs={options.outputs!r} with inputs={options.inputs!r}"
+        raise SbpcError(f"{what}\n  Name the axes of inputs=, or give a list of layouts.")
+    if options.own_rows is None:
+        return
+    if options.spread:
+        raise SbpcError("inputs= names axes with spread=\n  Leave one of them out.")
+    if options.stages is not None and options.stages in map(str.strip, options.own_rows.split(",")):
+        todo = "Ranks of all stages of one batch give the same rows: name the other axes."
+        raise SbpcError(f"inputs={options.own_rows!r} names the axis of the stages\n  {todo}")
+    if mesh is not None:
+        layout_of_rows(options.own_rows, mesh)
 
 
 def may_loop(asked: Options) -> bool:
     """Returns whether micro-batches are asked for, and nothing that a loop over them does not have."""
-    others = asked.inputs is not None or asked.outputs is not None or asked.spread or (asked.panels or 1) > 1
+    own = asked.own_rows
+    layouts = asked.inputs not in (None, own) or asked.outputs not in (None, own)
+    others = layouts or asked.spread or (asked.panels or 1) > 1
     return (asked.microbatches or 1) > 1 and not others and asked.objective != BYTES
 
 
-def check_staged(mesh: Mesh, train: bool, options: Options) -> None:
+def check_staged(mesh: Mesh, options: Options) -> None:
     """Raises SbpcError for what cannot be asked of a plan with stages."""
     mesh.without(options.stages)
-    if not train:
-        raise SbpcError("stages= is for training\n  Plan the forward alone without it.")
     if options.objective == BYTES:
         raise SbpcError("objective='bytes' with stages=\n  Leave it out: a pipeline is planned to be fast.")
     if options.panels not in (None, 1):
         raise SbpcError("panels= with stages=\n  Leave it out: stages and loops are not cut into panels.")
-    given = [name for name in ("inputs", "outputs", "spread") if getattr(options, name) not in (None, False)]
+    free = (None, False) if options.own_rows is None else (None, False, options.own_rows)
+    given = [name for name in ("inputs", "outputs", "spread") if getattr(options, name) not in free]
     if given:
-        raise SbpcError(f"{given[0]}= with stages=\n  Leave it out: inputs and outputs are whole on every rank.")
+        todo = 'Leave it out, or name the axes of each rank\'s own rows: inputs="data".'
+        raise SbpcError(f"{given[0]}= with stages=: inputs and outputs are whole on every rank\n  {todo}")
 
 
 def values_pinned(gm: GraphModule, pins: Mapping[str, Any]) -> list[str]:

@@ -30,7 +30,7 @@ from sbpc.plans.symbolic_sizes import name_dims
 from sbpc.runtime.exported import load_programs, module_of, weights_beside
 
 TRAIN = "train"  # the step that a file of stages holds
-ABOUT = ("train", "model", "dtype", "eval", "left_out", "guards")  # what the options of a plan say of its step
+ABOUT = ("train", "model", "dtype", "eval", "left_out", "guards", "loss")  # what the options of a plan say of its step
 
 
 @uncollected()

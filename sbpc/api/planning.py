@@ -15,11 +15,13 @@ from sbpc.api.checks import check_mesh, checked, with_options
 from sbpc.api.plan_cache import remembered
 from sbpc.api.task import captured
 from sbpc.errors import check_kinds
+from sbpc.graph.pytree import flatten
 from sbpc.inspect.graph_text import graph_text
 from sbpc.inspect.report import plan_json
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.plan import Plan
 
+OF_STEPS = ("microbatches", "schedule", "stages", "panels", "slices", "recompute")  # of forward and backward together
 STEP = ("kwargs", "loss", "targets", "train", "dtype", "capture", "dump")  # what `captured` takes
 
 
@@ -30,7 +32,7 @@ def plan(
     mesh: Mesh,
     *,
     kwargs: Mapping[str, Any] | None = None,
-    loss: Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | str | None = None,
     targets: Sequence[Any] = (),
     train: bool = True,
     dtype: Any = None,
@@ -41,8 +43,10 @@ def plan(
     """Returns the plan of one step of `model(*args, **kwargs)` on `mesh`: the fastest layouts, with a bound and a
     proof.
 
-    model and args may be on the meta device: no op is computed, nothing is allocated. A model that returns a scalar
-    is its own loss. Otherwise `loss` makes one: the step is `loss(model(*args, **kwargs), *targets)`, and
+    model and args may be on the meta device: no op is computed, nothing is allocated. The loss is the result called
+    `loss`, else a scalar that the model returns alone, first of several, or as the only one with a gradient; a text
+    names another: loss="1" or loss="losses.first", and then the others get no gradient. A function as `loss` makes
+    it: the step is `loss(model(*args, **kwargs), *targets)`, and
     `sbpc.simulate` and the module from `sbpc.parallelize` take `(*args, *targets)`. Without it, the gradients of the
     outputs come from outside: call the parallel module, and `backward` on a loss of your own. A plan holds for the
     shapes of args, for train or eval mode as the modules are in now, for the code of your own forwards, and for the
@@ -52,7 +56,7 @@ def plan(
     or draws random numbers of Python or numpy, is refused, and so are hooks on parameters.
 
     train      forward and backward, else the forward alone. To evaluate beside training, plan `model.eval()` with
-               `train=False, pin=plan.parameters`; see `evaluate` of `sbpc.parallelize`.
+               `train=False, pin=plan.parameters`, with stages also `cuts=plan.cuts`; see `also` of `sbpc.parallelize`.
     dtype      the type for autocast, such as torch.bfloat16; None is no autocast.
     capture    "light", or "aot" for torch's own tracer.
     dump       a folder for the text of the graph after every pass.
@@ -77,7 +81,31 @@ def plan(
     step = captured(
         model, args, kwargs=kwargs, loss=loss, targets=targets, train=train, dtype=dtype, capture=capture, dump=dump
     )
-    return traced(remembered(step, mesh, asked))
+    made = traced(remembered(step, mesh, asked))
+    made.another = alike(mesh, options, {"loss": loss, "dtype": dtype, "capture": capture}, targets)
+    return made
+
+
+def alike(mesh: Mesh, options: Mapping[str, Any], about: Mapping[str, Any], targets: Any) -> Any:
+    """Returns what plans a step of the same model on other arguments, whose targets come last, and with the same
+    parameters at the same homes."""
+    last = len(targets) if isinstance(targets, (tuple, list)) else 1
+    asked = {name: value for name, value in options.items() if name not in ("pin", "dynamic")}
+
+    def another(
+        model: nn.Module, args: Sequence[Any], kwargs: Any, train: bool, pin: Any, cuts: Sequence[str], at_once: bool
+    ) -> Plan:
+        own, behind = args[: len(args) - last], args[len(args) - last :]
+        staged = asked.get("stages") is not None
+        changed = {name: value for name, value in asked.items() if at_once or staged or name not in OF_STEPS}
+        if staged:
+            changed["cuts"] = cuts
+        if count := changed.get("microbatches"):
+            batch = next((len(each) for each in flatten(args)[0] if each.dim()), 1)
+            changed["microbatches"] = max(parts for parts in range(1, count + 1) if batch % parts == 0)
+        return plan(model, own, mesh, kwargs=kwargs, targets=behind, train=train, pin=pin, **about, **changed)
+
+    return another
 
 
 def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, **options: Any) -> Plan:

@@ -148,6 +148,8 @@ def of_body(asked: Options) -> Options:
         stages=None,
         recompute=NONE,
         dynamic=None,
+        inputs=None,
+        outputs=None,
         guards={},
     )
 

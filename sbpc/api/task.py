@@ -20,7 +20,9 @@ from sbpc.api.recompute import forms_of, least_recompute
 from sbpc.api.staging import may_gain, plan_stages
 from sbpc.errors import LayoutError, LoopError, MemoryLimitError, PinError, PlanError, SbpcError, check_kinds
 from sbpc.graph.guards import GUARDS
+from sbpc.graph.loss import number_of_loss
 from sbpc.graph.no_gc import uncollected
+from sbpc.graph.ports import TANGENT, placeholders
 from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import conflict
@@ -226,7 +228,7 @@ def captured(
     args: Sequence[Any],
     *,
     kwargs: Mapping[str, Any] | None = None,
-    loss: Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | str | None = None,
     targets: Sequence[Any] = (),
     train: bool = True,
     dtype: Any = None,
@@ -237,7 +239,7 @@ def captured(
     check_kinds(
         model=(model, "an nn.Module"),
         kwargs=(kwargs, "a mapping whose keys are texts", "None"),
-        loss=(loss, "a function", "None"),
+        loss=(loss, "a function", "a text", "None"),
         train=(train, "True or False"),
         capture=(capture, "a text"),
         dtype=(dtype, "a torch.dtype", "None"),
@@ -257,5 +259,17 @@ def captured(
         "eval": tuple(name for name, module in model.named_modules() if not module.training),
         "left_out": tuple(left_out_of(model)),
         "guards": gm.meta.pop(GUARDS),
+        "loss": loss_of(gm, isinstance(loss, str)) if train else None,
     }
     return Captured(gm, stages, about)
+
+
+def loss_of(gm: GraphModule, needed: bool) -> int | None:
+    """Returns which result of a captured step is its loss. Raises PlanError if there is none and one is needed."""
+    try:
+        tangents = placeholders(gm, TANGENT).items()
+        return number_of_loss(gm.meta["ports"], {port: node.meta["val"] for port, node in tangents})
+    except PlanError:
+        if needed:
+            raise
+        return None

@@ -42,6 +42,7 @@ MODES = {
 CODE = re.compile(r"\(code ([\w-]+) [0-9a-f]+\)")  # in the text of a function: which Python compiled it
 EVERY = "every module", torch.nn.modules.module
 ABSENT, OTHER = "not there", object()
+FORWARD = "_sbpc_forward"  # where a parallel module keeps the forward that was put on the instance and planned
 
 
 class Planned(dict[str, list[str]]):
@@ -143,6 +144,8 @@ class Guards:
 
     def __init__(self, module: nn.Module, planned: Mapping[str, Sequence[str]], hooks: bool = False) -> None:
         self.module, self.roots = module, dict(getattr(planned, "roots", {}))
+        if FORWARD in vars(module):
+            self.roots["forward"] = vars(module)[FORWARD]
         if hooks:
             found = dict(each for path, part in (EVERY, *module.named_modules()) for each in hooks_of(path, part))
             self.roots |= {path: ABSENT for path in planned if path.startswith(HOOK) and "." not in path} | found

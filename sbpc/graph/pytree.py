@@ -25,16 +25,25 @@ CONSTANTS = {"dtype": torch.dtype, "layout": torch.layout, "memory format": torc
 TODO = "Give tensors, numbers, texts, None, and tuples, lists, dicts, named tuples or dataclasses of them."
 
 
-def flatten(value: Any, path: str = "value") -> tuple[list[Tensor], Any]:
+def flatten(value: Any, path: str = "value", drops: bool = False) -> tuple[list[Tensor], Any]:
     """The tensors in `value`, depth first, and the structure around them. A tensor that stands twice is two leaves.
 
     >>> flatten({"x": (torch.ones(2), None), "scale": 0.5})
     ([tensor([1., 1.])], ['dict', [['x', ['tuple', [['tensor', 0], None]]], ['scale', 0.5]]])
 
-    Raises CaptureError for anything else; `path` is what the message calls `value`.
+    Raises CaptureError for anything else; `path` is what the message calls `value`. drops: whether a cache of
+    `transformers` is left out, in whose place stands None afterwards.
     """
     leaves: list[Tensor] = []
-    return leaves, _flatten(value, path, leaves)
+    return leaves, _flatten(value, path, leaves, drops)
+
+
+def dropped(structure: Any) -> list[str]:
+    """The classes of the caches that were left out of a structure."""
+    match structure:
+        case ["dropped", name]:
+            return [name]
+    return [name for item in structure for name in dropped(item)] if isinstance(structure, list) else []
 
 
 def structures(arguments: int, results: int) -> dict[str, Any]:
@@ -54,6 +63,8 @@ def unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
     if isinstance(structure, KEYS):
         return structure
     match structure:
+        case ["dropped", _]:
+            return None
         case ["tensor", int(number)] if not isinstance(number, bool) and 0 <= number < len(leaves):
             return leaves[number]
         case ["tuple" | "list" | "size" as kind, list(items)]:
@@ -128,7 +139,7 @@ def paths(structure: Any) -> list[tuple[Any, ...]]:
     return [path for _, path in sorted(_paths(structure, ()))]
 
 
-def _flatten(value: Any, path: str, leaves: list[Tensor]) -> Any:
+def _flatten(value: Any, path: str, leaves: list[Tensor], drops: bool) -> Any:
     if isinstance(value, Tensor):
         leaves.append(value)
         return ["tensor", len(leaves) - 1]
@@ -142,27 +153,35 @@ def _flatten(value: Any, path: str, leaves: list[Tensor]) -> Any:
     if isinstance(value, torch.device):
         return ["device", str(value)]
     if isinstance(value, slice):
-        return ["slice", [_flatten(getattr(value, end), f"{path}.{end}", leaves) for end in ("start", "stop", "step")]]
+        return [
+            "slice",
+            [_flatten(getattr(value, end), f"{path}.{end}", leaves, drops) for end in ("start", "stop", "step")],
+        ]
     if isinstance(value, (tuple, list)):
-        return _flatten_sequence(value, path, leaves)
+        return _flatten_sequence(value, path, leaves, drops)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value) if field.init]
-        pairs = [[name, _flatten(getattr(value, name), f"{path}.{name}", leaves)] for name in fields]
+        pairs = [[name, _flatten(getattr(value, name), f"{path}.{name}", leaves, drops)] for name in fields]
         return ["dataclass", _class_name(value, path), pairs]
     if type(value) in (dict, OrderedDict):
         for key in value:
             if type(key) not in KEYS:
                 raise CaptureError(f"{path} has the key {key!r:.100}\n  Keys are texts, numbers or None.")
-        pairs = [[_flatten(key, path, []), _flatten(item, f"{path}[{key!r}]", leaves)] for key, item in value.items()]
+        pairs = [
+            [_flatten(key, path, [], drops), _flatten(item, f"{path}[{key!r}]", leaves, drops)]
+            for key, item in value.items()
+        ]
         return ["dict" if type(value) is dict else "ordered dict", pairs]
+    if drops and is_cache(value):
+        return ["dropped", f"{type(value).__module__}.{type(value).__qualname__}"]
     raise _unsupported(value, path)
 
 
-def _flatten_sequence(value: Any, path: str, leaves: list[Tensor]) -> Any:
+def _flatten_sequence(value: Any, path: str, leaves: list[Tensor], drops: bool) -> Any:
     kind = type(value)
     named = isinstance(value, tuple) and hasattr(kind, "_fields")
     steps = [f".{name}" for name in kind._fields] if named else [f"[{at}]" for at in range(len(value))]
-    items = [_flatten(item, path + step, leaves) for step, item in zip(steps, value)]
+    items = [_flatten(item, path + step, leaves, drops) for step, item in zip(steps, value)]
     if named:
         return ["named tuple", _class_name(value, path), items]
     if kind.__module__ == "torch.return_types":
@@ -226,8 +245,14 @@ def _constant(kind: str, name: str) -> Any:
     return found
 
 
+def is_cache(value: Any) -> bool:
+    """Whether a value is a cache of `transformers`, which keeps keys and values from one token to the next."""
+    return any(
+        kind.__name__.endswith("Cache") and kind.__module__[:12] == "transformers" for kind in type(value).__mro__
+    )
+
+
 def _unsupported(value: Any, path: str) -> CaptureError:
     kind = type(value)
-    todo = "A program returns no cache: call the model with use_cache=False."
-    todo = todo if kind.__name__.endswith("Cache") else TODO
+    todo = "A program takes no cache: leave it out." if is_cache(value) else TODO
     return CaptureError(f"{path} is a {kind.__module__}.{kind.__qualname__}\n  {todo}")

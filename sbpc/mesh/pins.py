@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sbpc.errors import PinError, SbpcError, closest, shown
@@ -61,7 +61,7 @@ def parse_wish(text: str, mesh: Mesh, reason: str) -> Wish:
         raise PinError(f"{reason}: {shown(text)} is no layout\n  A layout is a text such as S(0)@{mesh.axes[-1]}.")
     try:
         if text.strip().startswith("["):
-            return exactly(Layout.parse(text, mesh.axes), reason)
+            return exactly(_cutting(Layout.parse(text, mesh.axes), mesh), reason)
         return _parse_states(text, mesh, reason)
     except PinError:
         raise
@@ -82,7 +82,8 @@ def _parse_states(text: str, mesh: Mesh, reason: str) -> Wish:
         for axis in axes:
             if axis in states:
                 raise PinError(f"{reason}: {text!r} names axis {mesh.axes[axis]!r} twice\n  Give it one state.")
-            states[axis] = state
+            states[axis] = state if mesh.sizes[axis] > 1 or isinstance(state, Partial) else B
+        axes = tuple(axis for axis in axes if mesh.sizes[axis] > 1)
         orders += [axes] if len(axes) > 1 else []
     return Wish(tuple(states.items()), tuple(orders), reason=reason)
 
@@ -90,7 +91,7 @@ def _parse_states(text: str, mesh: Mesh, reason: str) -> Wish:
 def parse_layout(text: str | Layout | None, mesh: Mesh, reason: str) -> Layout:
     """A whole layout from a text that may leave axes out: those are B. None: B everywhere. Never partial."""
     if isinstance(text, Layout):
-        layout = text
+        layout = _cutting(text, mesh)
     elif text is None:
         layout = Layout(mesh.axes, (B,) * len(mesh.axes))
     else:
@@ -102,6 +103,35 @@ def parse_layout(text: str | Layout | None, mesh: Mesh, reason: str) -> Layout:
     if layout.axes != mesh.axes or any(isinstance(state, Partial) for state in layout.states):
         raise PinError(f"{reason}: {layout} cannot be stored on {mesh}\n  Give splits and B over the axes of the mesh.")
     return layout
+
+
+def _cutting(layout: Layout, mesh: Mesh) -> Layout:
+    """The layout with B on axes of one rank, where a split cuts nothing."""
+    pairs = enumerate(zip(layout.states, mesh.sizes))
+    nothing: dict[int, State] = {axis: B for axis, (state, size) in pairs if size == 1 and isinstance(state, Split)}
+    return layout.replace(nothing) if nothing else layout
+
+
+def layout_of_rows(names: str, mesh: Mesh) -> Layout:
+    """The layout of a batch whose rows the named axes share, the first one outermost.
+
+    >>> layout_of_rows("data", Mesh(data=2, tensor=2))
+    [S(0), B]
+
+    Raises MeshError for a name of no axis, PinError for one that stands twice.
+    """
+    axes = [mesh.axis(name.strip()) for name in names.split(",")]
+    return parse_layout("S(0)@" + ">".join(mesh.axes[axis] for axis in axes), mesh, f"inputs={names!r}")
+
+
+def leaves_with_rows(shapes: Sequence[Sequence[int]]) -> list[bool]:
+    """Which tensors have the rows of the batch: those whose dim 0 is as long as that of the first one that has dims.
+
+    >>> leaves_with_rows([(), (8, 5), (3,), (8,)])
+    [False, True, False, True]
+    """
+    rows = next((shape[0] for shape in shapes if len(shape)), None)
+    return [len(shape) > 0 and shape[0] == rows for shape in shapes]
 
 
 def resolve_pins(pins: Mapping[str, str], names: Mapping[str, Iterable[str]], mesh: Mesh) -> dict[str, Wish]:

@@ -142,6 +142,7 @@ PORTS = record({
     "tied": table(NAME), "unused": many(NAME), "frozen": many(NAME),
 })  # fmt: skip
 LAYOUTS = many(either(NONE, NAME))
+ENDS = either(NAME, LAYOUTS)
 MEMORY = either(NONE, NUMBER, leaf(lambda v: v == math.inf))
 OPTIMIZER = leaf(lambda v: v in (*OPTIMIZER_STATE,))
 OPTIONS = record({
@@ -150,8 +151,9 @@ OPTIONS = record({
 }, {
     "dtype": either(NONE, NAME), "eval": many(NAME), "left_out": many(NAME), "memory": MEMORY, "pin": table(NAME),
     "spread": FLAG, "microbatches": COUNT, "panels": COUNT, "slices": COUNT, "recompute": NAME, "baseline": NAME,
-    "schedule": NAME, "stages": either(NONE, NAME), "inputs": LAYOUTS, "outputs": LAYOUTS, "guards": table(many(LINE)),
-    "dynamic": many(row(NAME, either(INTEGER, many(either(NONE, NAME))))),
+    "schedule": NAME, "stages": either(NONE, NAME), "inputs": ENDS, "outputs": ENDS, "guards": table(many(LINE)),
+    "cuts": many(NAME), "dynamic": many(row(NAME, either(INTEGER, many(either(NONE, NAME))))),
+    "loss": leaf(lambda v: type(v) is int and v >= 0),
 })  # fmt: skip
 FIGURE = either(NONE, LINE, leaf(lambda v: is_number(v, (int, float))))
 FIGURES = table(either(FIGURE, table(FIGURE), many(table(FIGURE))))  # `Cluster.of` checks the rest

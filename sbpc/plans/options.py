@@ -30,9 +30,10 @@ class Options:
     """What a plan was asked for, and what it knows of the step: that it trains, the name and the modes of the model,
     what it was drawn from. `help(sbpc.plan)` tells of each keyword.
 
-    baseline: the expert that is followed. forms: by block what its backward computes again, where that is not what
-    `recompute` says. dtype: name of the autocast type. eval: modules in eval mode. left_out: entries of a state dict
-    that the model leaves out. guards: see `sbpc.graph.guards`. Layouts are texts.
+    loss: which result is the loss, if one is. baseline: the expert that is followed. forms: by block what its backward
+    computes again, where that is not what `recompute` says. dtype: name of the autocast type. eval: modules in eval
+    mode. left_out: entries of a state dict that the model leaves out. guards: see `sbpc.graph.guards`. Layouts are
+    texts.
     """
 
     optimizer: str | None = option(
@@ -52,14 +53,22 @@ class Options:
         'two, "S(0)@tensor>data" cuts over tensor first, "[B, S(0)]" is all axes in the order of the mesh. "S(0)" '
         "will do on a mesh of one axis. A `sbpc.Layout` is taken too.",
     )
-    inputs: Sequence[str | Layout | None] | None = option(
+    inputs: str | Sequence[str | Layout | None] | None = option(
         None,
-        'one layout, or None, for each tensor among the arguments: ["S(0)@data", None]. Axes that it does not name '
-        "are B.",
+        'the axes, such as "data" or "replicate,shard", along which every rank gives its own rows of the batch, as '
+        "DistributedSampler and the loader of accelerate hand them out: ranks that differ in other axes alone give the "
+        "same. How many may differ from rank to rank. Rows are those along dim 0 of every tensor among the arguments "
+        "whose dim 0 is as long as that of the first one that has dims; other tensors are whole. `args` of `sbpc.plan` "
+        'are those of one device: the whole batch. Or a list with one layout, or None, for each tensor: ["S(0)@data", '
+        "None], each rank then gives its shard; axes that it does not name are B. Without, inputs and outputs are "
+        "whole on every rank.",
     )
-    outputs: Sequence[str | Layout | None] | None = option(
+    outputs: str | Sequence[str | Layout | None] | None = option(
         None,
-        "With an input layout each rank passes its own shard. Without, inputs and outputs are whole on every rank.",
+        "one layout, or None, for each tensor that the model returns. Where `inputs` names axes, a rank gets its own "
+        "rows of what has the rows of the batch, and all else whole, unless this is a list. What you make of your rows "
+        "outside of the plan counts as a sum over the ranks: of a mean of your own over them, backward gives the sum "
+        "of the gradients of all ranks' means.",
     )
     spread: bool = option(False, "store inputs, parameters and outputs exactly once over the ranks.")
     objective: str = option(
@@ -83,8 +92,8 @@ class Options:
         "whole batch on every "
         "rank, gradients add up and go home once, and formulas have the number as `m`. A step is written out part by "
         "part where it has no "
-        "loss, where its parts need each other (batch norm), or with inputs=, outputs=, spread=, panels= or "
-        'objective="bytes"; '
+        "loss, where its parts need each other (batch norm), or with layouts in inputs= or outputs=, spread=, "
+        'panels= or objective="bytes"; '
         "`plan.loop` is then None. A micro-batch of a loop runs in halves or panels where the step is shorter so. "
         "None is two parts side by side where the simulated step is shorter by 2 % so, else "
         "1; spaces of many "
@@ -120,6 +129,11 @@ class Options:
         'comes beside earlier ones). It is taken as it is. None is "1f1b", for a loop without stages "breadth-first" '
         "where the simulated step is shorter by 2 % so, and fits.",
     )
+    cuts: Sequence[str] | None = option(
+        None,
+        "where the chunks of a model in stages begin, as `plan.cuts` says it of another plan: the name of the first "
+        "parameter of each but the first. Plans of one module are to be cut alike. None is where stages are even.",
+    )
     recompute: str = option(
         NONE,
         'what a backward computes again instead of having it kept since the forward: "none"; "selective", in each '
@@ -143,14 +157,22 @@ class Options:
     dtype: str | None = None
     eval: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    loss: int | None = None
     guards: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         pins = {name: str(layout) for name, layout in (self.pin or {}).items()}
         object.__setattr__(self, "pin", pins)
         for name in ("inputs", "outputs"):
-            if (layouts := getattr(self, name)) is not None:
+            if (layouts := getattr(self, name)) is not None and not isinstance(layouts, str):
                 object.__setattr__(self, name, tuple(layout if layout is None else str(layout) for layout in layouts))
+        if self.cuts is not None:
+            object.__setattr__(self, "cuts", tuple(self.cuts))
+
+    @property
+    def own_rows(self) -> str | None:
+        """The axes along which each rank gives its own rows of the batch, None where it does not."""
+        return self.inputs if isinstance(self.inputs, str) else None
 
     @property
     def overlaps(self) -> bool:

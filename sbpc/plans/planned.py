@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from sbpc.errors import PlanError, VerifyError, check_kinds, closest, shown
 from sbpc.graph.ports import GRADIENT, PARAMETER, TANGENT, Port, Ports
+from sbpc.graph.pytree import dropped
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.chunk import Assignment, Chunk, OnUse
@@ -85,6 +86,16 @@ class PlannedStep(Pipeline):
     def stage_of(self, rank: int) -> int:
         """Returns the stage of a rank."""
         return 0 if self.axis is None else self.mesh.coordinates(rank)[self.mesh.axis(self.axis)]
+
+    @functools.cached_property
+    def cuts(self) -> list[str]:
+        """The first parameter of every chunk but the first that earlier ones do not have, as `cuts=` takes them."""
+        known, found = set[str](), list[str]()
+        for chunk in self.chunks:
+            own = [port.name for port in chunk.ports.inputs if port.kind == PARAMETER and port.name not in known]
+            found += own[:1]
+            known.update(own)
+        return found[1:]
 
     @functools.cached_property
     def sources(self) -> dict[str, tuple[int, Port]]:
@@ -200,9 +211,10 @@ class PlannedStep(Pipeline):
     @property
     def remarks(self) -> tuple[str, ...]:
         """Quiet lines: rules of the user's that are proved or reviewed, ops that are planned as the parts they are
-        made of, a schedule that takes too many bytes."""
+        made of, a schedule that takes too many bytes, a cache that is not returned."""
         graphs = [self.boxed] if self.loop is None else [chunk.annotated for chunk in self.chunks]
-        return tuple(dict.fromkeys(remark for gm in graphs for remark in gm.meta["remarks"]))
+        caches = [f"the {name} among the results is left out: None is returned" for name in dropped(self.ports.results)]
+        return tuple(dict.fromkeys([*(remark for gm in graphs for remark in gm.meta["remarks"]), *caches]))
 
     # --- its programs -------------------------------------------------------------------------------------------------
     @property

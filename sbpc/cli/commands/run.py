@@ -45,6 +45,7 @@ from sbpc.plans.rank_programs import Programs
 from sbpc.plans.usage import Usage
 from sbpc.runtime.exported import inputs_beside, module_of, weights_beside
 from sbpc.runtime.module import parallelize
+from sbpc.runtime.own_rows import own_of
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.launch import as_rank, launch
 from sbpc.runtime.state.checkpoint import Checkpoints, whole_steps
@@ -217,8 +218,9 @@ def train_job(job: Job, options: argparse.Namespace, first: bool) -> dict[str, A
         assert isinstance(job.plan, Plan)
         traced = TracedSteps(job.module, job.plan, options.steps - start)
     run: Any = traced or job.module.step
+    number = job.plan.options.loss
     figures: dict[str, Any] = {"start": start}
-    figures["losses"] = train(job.module, map(job.batch, range(start, options.steps)), optimizer, tell, run)
+    figures["losses"] = train(job.module, map(job.batch, range(start, options.steps)), optimizer, tell, run, number)
     if len(stamps) > 1:
         figures["step_seconds"] = statistics.median(later - earlier for earlier, later in itertools.pairwise(stamps))
     if checkpoints:
@@ -272,7 +274,8 @@ def job_of(options: argparse.Namespace) -> Job:
     if not plan.options.train:
         raise SbpcError("the plan is for the forward alone\n  Plan without --no-train.")
     module = parallelize(target.model, plan, executor=executor)
-    return Job(module, plan, lambda step: (target.args, target.kwargs))
+    leaves, structure = flatten((target.args, target.kwargs), "the arguments")
+    return Job(module, plan, lambda step: unflatten(structure, own_of(plan, leaves)))
 
 
 def job_of_file(options: argparse.Namespace, executor: str) -> Job:
@@ -311,8 +314,9 @@ def batches_of(programs: Plan | Programs, tensors: dict[str, torch.Tensor]) -> t
 
     def batch(step: int) -> Batch:
         whole = [tensor[step % batches] if batched[port] else tensor for port, tensor in given.items()]
-        if programs.loop is not None:  # every rank gives the whole batch
-            return unflatten(programs.ports.arguments, whole)
+        if programs.loop is not None or programs.options.own_rows is not None:
+            alone = not programs.options.train  # rank 0 gets all results
+            return unflatten(programs.ports.arguments, own_of(programs, whole, alone))
         shards = [programs.given[port].shard(tensor, sizes, coordinates) for port, tensor in zip(ports, whole)]
         return unflatten(programs.ports.arguments, shards)
 

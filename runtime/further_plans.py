@@ -1,0 +1,141 @@
+"""Plan what a module is called with where none of its plans is for it: `parallelize(..., also="auto")`."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sbpc.errors import PlanError
+from sbpc.graph.pytree import unflatten
+from sbpc.plans.plan import Plan
+from sbpc.runtime.executors import Executor
+from sbpc.runtime.module_weights import Call, text_of_call
+from sbpc.runtime.staged.loop_runner import LoopRunner
+from sbpc.runtime.start.agree import agree
+from sbpc.runtime.step import Runner
+
+AUTO, MOST = "auto", 8
+log = logging.getLogger("sbpc")
+
+
+def most_plans(also: Any) -> int | None:
+    """Returns how many plans `also="auto"`, or "auto:20", lets a module have; None for a list of plans."""
+    if not isinstance(also, str):
+        return None
+    found = re.fullmatch(rf"{AUTO}(?::([1-9]\d*))?", also)
+    if found is None:
+        raise PlanError(f'also is {also!r}\n  Give "auto", "auto:20" for at most 20 plans, or a list of plans.')
+    return int(found[1] or MOST)
+
+
+class FurtherPlans:
+    """Makes plans like the first one of a module, which has its homes. model: the model of one device, on meta. most:
+    how many plans the module may have."""
+
+    def __init__(self, model: nn.Module, plan: Any, most: int, run: Executor, where: torch.device) -> None:
+        if not isinstance(plan, Plan) or plan.another is None:
+            raise PlanError(
+                "also='auto' plans further steps like the first, and a plan from a file does not know of what model\n"
+                "  Give the plan that sbpc.plan returns: it takes from its cache what was planned before."
+            )
+        self.model, self.plan, self.another, self.most = model, plan, plan.another, most
+        self.run, self.where = run, where
+
+    def runner(self, module: nn.Module, runners: Sequence[Runner], call: Call, error: PlanError) -> Runner:
+        """Returns what runs a plan for a call of a parallel module in the modes that it is in. error: why there is
+        none yet. Every rank must call this at the same point."""
+        if len(runners) >= self.most:
+            raise PlanError(
+                f"there are {len(runners)} plans, as many as also='auto:{self.most}' allows: {error}\n"
+                f"  Pad batches to few lengths, see sbpc.buckets, or allow more: also='auto:{2 * self.most}'."
+            ) from error
+        train = self.plan.options.train and torch.is_grad_enabled()
+        if (call.at_once and not train) or (self.plan.axis is not None and train and not call.at_once):
+            raise error
+        plan = self.planned(module, call, train, len(runners) + 1)
+        check_homes(self.plan, plan)
+        agree(plan)
+        made = runner_for(plan, self.run, self.where)
+        if not made.fits(call.leaves, call.structure, call.shapes) or made.has_rows != [*call.has_rows]:
+            raise PlanError(
+                f"the batch has as many rows as dim 0 of a tensor without rows is long, of {made.has_rows}\n"
+                "  Give that tensor another shape, or leave it in an attribute of the model."
+            )
+        return made
+
+    def planned(self, module: nn.Module, call: Call, train: bool, number: int) -> Plan:
+        """Returns a plan of a call."""
+        shapes = call.shapes
+        given = text_of_call(zip((leaf.dtype for leaf in call.leaves), shapes), call.structure)
+        log.info("plan %d of at most %d, %s: %s", number, self.most, "train" if train else "no grad", given)
+        self.follow(module)
+        leaves = [
+            torch.empty(shape, dtype=leaf.dtype, device="meta").requires_grad_(leaf.requires_grad)
+            for leaf, shape in zip(call.leaves, shapes)
+        ]
+        args, kwargs = unflatten(call.structure, leaves)
+        return self.another(
+            self.model,
+            args,
+            kwargs,
+            train=train,
+            pin=self.plan.parameters,
+            cuts=self.plan.cuts,
+            at_once=call.at_once,
+        )
+
+    def follow(self, module: nn.Module) -> None:
+        """Takes over the modes of a parallel module, and the numbers in its attributes."""
+        modules = dict(module.named_modules())
+        for name, own in self.model.named_modules():
+            own.training = modules[name].training
+            now = vars(modules[name])
+            vars(own).update(
+                {key: now[key] for key, old in vars(own).items() if is_plain(old) and is_plain(now.get(key))}
+            )
+
+
+def runner_for(plan: Any, run: Executor, where: torch.device) -> Runner:
+    """Returns what runs a plan."""
+    return (Runner if plan.loop is None else LoopRunner)(plan, run, where)
+
+
+def check_homes(plan: Any, other: Any) -> None:
+    """Raises PlanError unless two plans store the parameters alike, each on the same stage."""
+    for name, home in plan.parameters.items():
+        if other.parameters.get(name, home) != home:
+            raise PlanError(
+                f"{name} is stored in {home} by one plan, in {other.parameters[name]} by the other\n"
+                "  Make the other one with pin=plan.parameters."
+            )
+    if plan.axis != other.axis:
+        raise PlanError(
+            f"one plan has stages along {plan.axis!r}, another along {other.axis!r}\n  Give both the same stages=; a "
+            "forward alone has them with train=False."
+        )
+    held = [stages_of(each) for each in (plan, other)] if plan.axis is not None else [{}, {}]
+    for name, stages in held[1].items():
+        if stages != held[0].get(name, stages):
+            raise PlanError(
+                f"{name} is on the stages {held[0][name]} of one plan, on {stages} of the other\n"
+                "  Make the other one with cuts=plan.cuts."
+            )
+
+
+def stages_of(plan: Plan) -> dict[str, list[int]]:
+    """Returns the stages on which each parameter is."""
+    found: dict[str, list[int]] = {}
+    for at, chunk in enumerate(plan.chunks):
+        for name in chunk.parameters:
+            found[name] = sorted({*found.get(name, ()), plan.owners[at]})
+    return found
+
+
+def is_plain(value: Any) -> bool:
+    """Returns whether a value is a number, a text or None."""
+    return value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, Tensor))

@@ -1,0 +1,182 @@
+"""Has a `transformers.Trainer` train the plan of its model.
+
+To the trainer the mesh is one process with a larger batch: every rank loads the same whole batch, as the plan takes
+it, and counts, samples, pads, logs and divides as one process does. So its numbers are those of one process, whatever
+it computes of them. Only what is written is rank 0's alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import random
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from sbpc.api.planning import plan as planned
+from sbpc.errors import PlanError
+from sbpc.integrations.checks import check
+from sbpc.integrations.faces import Faces
+from sbpc.integrations.saving import install as install_saving
+from sbpc.mesh.mesh import Mesh
+from sbpc.plans.plan import Plan
+from sbpc.runtime.module import parallelize
+
+
+class _Called(BaseException):
+    """Ends the trainer's own computation of a loss where it calls the model."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.call = args, kwargs
+
+
+def hf(trainer: Any, mesh: Mesh, *, data: str = "data", also: str = "auto:32", **options: Any) -> Plan:
+    """Makes a `transformers.Trainer` train and evaluate its model on a mesh. Returns the plan of its first batch.
+
+    Every rank of torchrun runs the script as it is for one device, with one more line; the trainer may be of a
+    subclass, such as TRL's SFTTrainer, the model one of PEFT:
+
+        trainer = Trainer(model=model, args=args, train_dataset=rows)
+        sbpc.integrations.hf(trainer, mesh=sbpc.Mesh(data=2, tensor=2))
+        trainer.train()
+
+    The model becomes parallel in its place: your variable, too. A step's batch has `per_device_train_batch_size` rows
+    for each place on the axis `data`, the next rows of one order, and loss, gradients, `num_items_in_batch`, metrics
+    and what is logged are those of one process with a batch of that size, the last smaller batch included: all ranks
+    load the whole batch, and `args` counts its rows from here on. Shapes and modes that were not planned are planned
+    when they come, in the same homes.
+
+    data       the axis that counts for the size of the batch. The plan uses every axis as it is fastest.
+    also       how many plans there may be, as `sbpc.parallelize` takes it: batches that are padded to many lengths need
+               many. `pad_to_multiple_of=64` of a collator makes few of them.
+    options    those of `sbpc.plan`, such as `memory=`.
+
+    `bf16=True` plans in bfloat16, `gradient_checkpointing=True` with `recompute="full"`, and
+    `gradient_accumulation_steps` sends gradients once. Clipping is by the norm over all ranks. Checkpoints and
+    `save_model` write what one process writes, which `from_pretrained` reads and the trainer resumes from, on any
+    mesh. `trainer.model` returns its loss alone in training where nothing else is read of it.
+
+    Raises PlanError, before anything is planned, for options of the trainer that another library would have to carry
+    out, each with what to do instead; and what `sbpc.plan` and `sbpc.parallelize` raise.
+    """
+    options = check(trainer, options)
+    rows = dict(zip(mesh.axes, mesh.sizes)).get(data, 1)
+    as_one_process(trainer, rows)
+    if reads_loss_alone(trainer):
+        return_loss_alone(trainer.model)
+    faces = Faces(trainer.model)
+    args, kwargs = first_call(trainer)
+    plan = planned(trainer.model, args, mesh, kwargs=kwargs, **options)
+    plan.another = faces.planning(plan.another)
+    faces.show(parallelize(trainer.model, plan, also=also, device=trainer.args.device.type))
+    trainer.accelerator.clip_grad_norm_ = clipping(trainer)
+    install_saving(trainer, plan)
+    return plan
+
+
+def as_one_process(trainer: Any, rows: int) -> None:
+    """Shows a trainer one process whose batches are `rows` times as large, in states of its own: other accelerators
+    of this process see the ranks."""
+    accelerator, args = trainer.accelerator, trainer.args
+    alone = type(accelerator.distributed_type)("NO")
+    for owner, name in ((accelerator, "state"), (args, "distributed_state")):
+        state = copy.copy(getattr(owner, name))  # a dict of its own: all states share one
+        state.num_processes, state.distributed_type = 1, alone
+        setattr(owner, name, state)
+    accelerator.dataloader_config.dispatch_batches = False
+    for name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes"):
+        setattr(accelerator, name, lambda tensor, *args, **kwargs: tensor)
+    trainer.gather_function = accelerator.gather_for_metrics
+    args.per_device_train_batch_size *= rows
+    args.per_device_eval_batch_size *= rows
+    trainer._train_batch_size = args.train_batch_size
+    loader = trainer._get_dataloader
+
+    def same_workers(*given: Any, **named: Any) -> Any:
+        rank, args.distributed_state.process_index = args.distributed_state.process_index, 0
+        try:
+            return loader(*given, **named)  # seeds the workers by the index
+        finally:
+            args.distributed_state.process_index = rank
+
+    trainer._get_dataloader = same_workers
+
+
+def reads_loss_alone(trainer: Any) -> bool:
+    """Returns whether the trainer reads nothing but the loss of what its model returns in training."""
+    import transformers
+
+    own = type(trainer).compute_loss is not transformers.Trainer.compute_loss
+    return not own and trainer.label_smoother is None and trainer.compute_loss_func is None
+
+
+def return_loss_alone(model: nn.Module) -> None:
+    """Has a model of `transformers` return no logits in training, so that no rank holds those of the whole batch."""
+    forward = model.forward
+    if not isinstance(forward, MethodType):
+        return
+
+    @functools.wraps(forward)
+    def loss_alone(*args: Any, **kwargs: Any) -> Any:
+        outputs = forward(*args, **kwargs)
+        loss = outputs.get("loss") if forward.__self__.training and isinstance(outputs, dict) else None
+        return outputs if loss is None else type(outputs)(loss=loss)
+
+    vars(model)["forward"] = loss_alone
+
+
+def first_call(trainer: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments with which the trainer calls its model on the first batch, which trains if there is
+    something to train on."""
+    train = trainer.train_dataset is not None
+    model: nn.Module = trainer.model.train(train)
+    with same_random_numbers():
+        loader = trainer.get_train_dataloader() if train else trainer.get_eval_dataloader()
+        batch = next(iter(getattr(loader, "base_dataloader", loader)))
+    batch = trainer._prepare_inputs(batch)
+
+    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _Called(args, kwargs)
+
+    hook = model.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
+    try:
+        count = trainer._get_num_items_in_batch([batch], trainer.args.device)
+        trainer.compute_loss(model, batch, num_items_in_batch=count)
+    except _Called as called:
+        return called.call
+    finally:
+        hook.remove()
+    raise PlanError(
+        f"{type(trainer).__name__}.compute_loss does not call the model\n  Plan and parallelize it by hand."
+    )
+
+
+@contextlib.contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Leaves the generators of torch, Python and numpy as they were."""
+    import numpy as np
+
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        yield
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+
+
+def clipping(trainer: Any) -> Any:
+    """Returns what clips as `accelerator.clip_grad_norm_` does, by the norm over all ranks."""
+
+    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
+        given, own = ({id(each) for each in some} for some in (parameters, trainer.model.parameters()))
+        if given != own:
+            raise PlanError("the trainer clips some gradients alone\n  Clip those of model.parameters().")
+        trainer.accelerator.unscale_gradients()
+        return trainer.model.clip_grad_norm_(max_norm, norm_type)
+
+    return clip_grad_norm_

@@ -1,0 +1,203 @@
+"""`also="auto"`: a batch of a new shape, or in a new mode, is planned when it comes, on the same state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sbpc
+from sbpc import Mesh
+from sbpc.runtime.further_plans import check_homes
+from tests.processes import run_ranks
+
+BATCHES = ((8, 6), (3, 4), (8, 6))  # rows and length
+
+
+class Words(nn.Module):
+    """Tokens in, logits out: a loss of its own comes behind. A hook, and a number that training turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 11)
+        self.temperature = 1.0
+        self.norm.register_forward_hook(doubled)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = F.gelu(self.norm(self.embed(tokens)))
+        if self.training:
+            hidden = hidden * 1.5
+        return self.head(hidden) / self.temperature
+
+
+def doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+def scored(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def words() -> Any:
+    torch.manual_seed(0)
+    return Words().double()
+
+
+def tokens(rows: int, length: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows * length)
+    return tuple(torch.randint(11, (rows, length), generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+
+def trained(module: Any, step: Callable[..., Tensor], own: Callable[[Tensor], Tensor] = lambda each: each) -> Any:
+    """Losses of training on batches of several shapes, with an evaluation after each; the weights at the end."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+    found = []
+    for rows, length in BATCHES:
+        args = [own(each) for each in tokens(rows, length)]
+        optimizer.zero_grad()
+        found.append(step(module.train(), *args).item())
+        optimizer.step()
+        with torch.no_grad():
+            found.append(step(module.eval(), *args).item())
+    module.temperature = 2.0
+    found.append(step(module.train(), *map(own, tokens(5, 6))).item())
+    return torch.tensor(found)
+
+
+def alone(module: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = scored(module(x), y)
+    if loss.requires_grad:
+        loss.backward()
+    return loss.detach()
+
+
+def on_rank(module: Any, x: Tensor, y: Tensor) -> Tensor:
+    result: Tensor = module.step(x, y) if torch.is_grad_enabled() else module(x, y)
+    return result
+
+
+def half(each: Tensor) -> Tensor:
+    """This rank's rows: all but one on rank 0."""
+    rank = torch.distributed.get_rank()
+    return each[:-1] if rank == 0 else each[-1:]
+
+
+def on_ranks() -> Any:
+    """Losses with whole batches, with each rank's own rows, and in a loop; what is said of too many plans and of ranks that differ."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sbpc").addHandler(handler)
+    logging.getLogger("sbpc").setLevel(logging.INFO)
+    args, found = tokens(8, 6), {}
+    about: dict[str, Any] = {"loss": scored, "targets": args[1:]}
+    for name, options in (("whole", {}), ("rows", {"inputs": "data"}), ("loop", {"microbatches": 2})):
+        model = words()
+        plan = sbpc.plan(model, args[:1], Mesh(data=2), **about, **options)
+        module = sbpc.parallelize(model, plan, also="auto:9")
+        found[name] = trained(module, on_rank, half if name == "rows" else lambda each: each)
+    found["logged"] = [line for line in logged if line.startswith("plan ")]
+    few: Any = sbpc.parallelize(words(), sbpc.plan(words(), args[:1], Mesh(data=2), **about), also="auto:2")
+    few.step(*tokens(4, 6))
+    rank = torch.distributed.get_rank()
+    found["errors"] = [said(lambda: few.step(*tokens(5, 6))), said(lambda: few.step(*tokens(8, 6 - 2 * rank)))]
+    return found
+
+
+def said(call: Callable[[], Any]) -> str:
+    with pytest.raises(sbpc.SbpcError) as error:
+        call()
+    return str(error.value)
+
+
+def test_batches_of_new_shapes_and_modes_are_planned_when_they_come() -> None:
+    want = trained(words(), alone)
+    for found in run_ranks(on_ranks, 2, seconds=200):
+        for name in ("whole", "rows", "loop"):
+            torch.testing.assert_close(found[name], want, rtol=1e-10, atol=1e-10)
+        assert found["logged"][0] == "plan 2 of at most 9, no grad: (int64[8, 6], int64[8, 6])"
+        assert (
+            len(found["logged"]) == 3 * 4
+        )  # training and evaluation of two shapes, of which one was there, and one more
+        assert "there are 2 plans, as many as also='auto:2' allows: no plan is for arguments" in found["errors"][0]
+        assert "rank 1 gives other arguments than rank 0" in found["errors"][1]
+
+
+class Deep(nn.Module):
+    """Layers to cut into stages, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+        self.scale = 1.0
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = F.gelu(layer(x)) * (1.5 if self.training else 1.0)
+        return {"loss": F.mse_loss(x, y), "out": x}
+
+
+def deep() -> Any:
+    torch.manual_seed(0)
+    return Deep().double()
+
+
+def rows_of(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    return tuple(torch.randn(count, 6, generator=generator, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
+
+
+def staged(module: Any, step: Callable[..., Any]) -> Any:
+    """Losses of training and of evaluation, by turns, on 8 and on 6 rows; what the last evaluation gives."""
+    optimizer = torch.optim.SGD([*module.parameters()], lr=0.5)
+    found, result = [], {}
+    for count in (8, 6):
+        optimizer.zero_grad()
+        found.append(step(module.train(), *rows_of(count))["loss"].item())
+        optimizer.step()
+        with torch.no_grad():
+            result = module.eval()(*rows_of(count))
+        found.append(result["loss"].item())
+    return torch.tensor(found), result["out"]
+
+
+def by_autograd(module: Any, *args: Tensor) -> Any:
+    result = module(*args)
+    result["loss"].backward()
+    return result
+
+
+def in_stages(*plans: sbpc.Plan) -> Any:
+    mesh = Mesh(pipe=2)
+    plan = sbpc.plan(deep(), rows_of(8), mesh, stages="pipe", microbatches=2)
+    found = [staged(sbpc.parallelize(deep(), plan, also="auto"), lambda module, *args: module.step(*args))]
+    module = sbpc.parallelize(deep(), plans[0], also=plans[1:])
+    return [*found, staged(module, lambda module, *args: module.step(*args))]
+
+
+def test_evaluation_stands_beside_stages_in_one_module() -> None:
+    asked: dict[str, Any] = {"stages": "pipe", "microbatches": 2}
+    first = sbpc.plan(deep(), rows_of(8), Mesh(pipe=2), **asked)
+    assert first.cuts == ["layers.3.weight"]
+    asked |= {"pin": first.parameters}
+    plans = [first, sbpc.plan(deep(), rows_of(6), Mesh(pipe=2), cuts=first.cuts, **asked)]
+    plans += [
+        sbpc.plan(deep().eval(), rows_of(count), Mesh(pipe=2), train=False, cuts=first.cuts, **asked)
+        for count in (8, 6)
+    ]
+    other = sbpc.plan(deep(), rows_of(6), Mesh(pipe=2), cuts=["layers.1.weight"], **asked)
+    assert other.cuts == ["layers.1.weight"]
+    assert "is on the stages [1] of one plan, on [0] of the other" in said(lambda: check_homes(other, first))
+    assert "cuts= names 'nothing'" in said(
+        lambda: sbpc.plan(deep(), rows_of(6), Mesh(pipe=2), cuts=["nothing"], **asked)
+    )
+    losses, out = staged(deep(), by_autograd)
+    for ranks in run_ranks(in_stages, 2, *plans):
+        for found, result in ranks:
+            torch.testing.assert_close(found, losses, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(result, out, rtol=1e-10, atol=1e-10)
