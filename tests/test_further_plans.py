@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import random
+import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +17,8 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Mesh
 from sbpc.runtime.further_plans import check_homes
+from sbpc.runtime.module import RUNNERS
+from tests.models import gpt2
 from tests.processes import run_ranks
 
 BATCHES = ((8, 6), (3, 4), (8, 6))  # rows and length
@@ -201,3 +206,42 @@ def test_evaluation_stands_beside_stages_in_one_module() -> None:
         for found, result in ranks:
             torch.testing.assert_close(found, losses, rtol=1e-10, atol=1e-10)
             torch.testing.assert_close(result, out, rtol=1e-10, atol=1e-10)
+
+
+def of_many_sizes(count: int, inputs: str | None) -> Any:
+    """Largest errors of the loss and of gradients of a GPT-2 over random batches and lengths, and how many plans were made."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, args = gpt2(layers=2, batch=8, seq=16, vocab=32, width=24, heads=4)
+    module: Any = sbpc.parallelize(model, sbpc.plan(model, args, Mesh(data=2), inputs=inputs), also="auto:3")
+    draw, errors, seconds = random.Random(0), [], []
+    for _ in range(count):
+        rows, length = draw.randint(2, 24), draw.randint(2, 16)
+        tokens = torch.randint(32, (2, rows, length))
+        cut = draw.randint(0, rows)
+        place = slice(0, cut) if torch.distributed.get_rank() == 0 else slice(cut, rows)
+        start = time.perf_counter()
+        loss = module.step(*(each[place] if inputs else each for each in tokens))
+        seconds.append(time.perf_counter() - start)
+        model.zero_grad()
+        want = model(*tokens)
+        want.backward()
+        errors.append(abs(loss.item() - want.item()))
+        for mine, own in zip(module.parameters(), model.parameters()):
+            errors.append((mine.grad.full_tensor() - own.grad).abs().max().item())
+        module.zero_grad()
+    made = [runner for runner in vars(type(module))[RUNNERS] if runner.plan.lower_bound]
+    return max(errors), len(made), statistics.median(seconds)
+
+
+def test_a_plan_serves_other_batches_and_lengths() -> None:
+    for error, plans, _ in run_ranks(of_many_sizes, 2, 4, "data"):
+        assert error < 1e-10 and plans == 2  # of odd batches rows are flattened whole
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("inputs", [None, "data"])
+def test_200_batches_and_lengths_of_a_gpt_run_by_at_most_3_plans(inputs: str | None) -> None:
+    for error, plans, seconds in run_ranks(of_many_sizes, 2, 200, inputs, seconds=900):
+        print(f"largest error {error:.1e}, {plans} plans, {seconds:.2f} s for the median step")
+        assert error < 1e-10 and plans <= 3
