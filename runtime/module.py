@@ -140,6 +140,8 @@ def parallelize(
     result = skeleton(model)
     result.__dict__[RANDOM] = {"seed": agreed_seed(where), "step": 0}
     runners = [(Runner if each.loop is None else LoopRunner)(each, run, where) for each in (plan, *others)]
+    for runner in runners:
+        runner.read_masters(plan.ports.masters)
     fill(result, runners[0], value)
     result.__class__ = parallel_class(type(model), runners)
     if plan.axis is not None and not any(each.requires_grad for each in result.parameters()):
@@ -198,6 +200,11 @@ def check_plans(model: Any, plan: Any, others: Sequence[Any]) -> None:
         raise PlanError(f"a module with stages is for training alone, and stages are no further plan\n  {todo}")
     for other in others:
         bind.stored(other, model)
+        if other.ports.masters != plan.ports.masters and (other.options.train or other.ports.masters):
+            raise PlanError(
+                "one plan has float32 masters of parameters, another has none of these\n  Make the other one with "
+                f"pin=plan.parameters, masters={bool(plan.ports.masters)}."
+            )
         if other.mesh != plan.mesh:
             raise PlanError(f"one plan is for {plan.mesh}, another for {other.mesh}\n  Plan both for one mesh.")
         for name, home in plan.parameters.items():
@@ -281,8 +288,10 @@ def fill(result: nn.Module, runner: Runner, value: Callable[[str], Tensor]) -> N
     """Replaces the weights of a module by this rank's shards of `value(name)`; parameters of other stages are None,
     those that are not planned stay whole."""
     plan, made = runner.plan, dict[str, Any]()
+    types = {name: getattr(torch, kind) for name, kind in plan.ports.masters.items()}
     own = {port.name: layout for port, layout in runner.layouts.items() if port.kind == PARAMETER}
     away, homes = plan.parameters.keys() - own.keys(), dict[str, dict[str, Layout]]()
+    masters: dict[str, dict[str, torch.dtype]] = {}
     places = list(slots(result))
     for name, table, key in places:
         first, old = plan.ports.tied.get(name, name), table[key]
@@ -290,17 +299,20 @@ def fill(result: nn.Module, runner: Runner, value: Callable[[str], Tensor]) -> N
         if first not in made:
             tensor: Any = value(first)
             if isinstance(old, nn.Parameter):
+                kind = torch.float32 if first in types else None
                 tensor = (
                     None
                     if first in away
-                    else nn.Parameter(sharded(tensor, home, plan.inner, runner.where), old.requires_grad)
+                    else nn.Parameter(sharded(tensor, home, plan.inner, runner.where, kind), old.requires_grad)
                 )
             made[first] = tensor if tensor is None else tensor.to(runner.where)
         table[key] = made[first]
         if isinstance(made[first], nn.Parameter):
-            homes.setdefault(name.rpartition(".")[0], {})[key] = home
+            path = name.rpartition(".")[0]
+            homes.setdefault(path, {})[key] = home
+            masters.setdefault(path, {}).update({key: types[first]} if first in types else {})
     for path, named in homes.items():
-        take_state(result.get_submodule(path), named, plan.inner, runner.where)
+        take_state(result.get_submodule(path), named, masters[path], plan.inner, runner.where)
     elsewhere = [name for name, _, _ in places if plan.ports.tied.get(name, name) in away]
     if elsewhere:
         result.register_load_state_dict_pre_hook(

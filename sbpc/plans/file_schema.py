@@ -140,7 +140,7 @@ PORTS = record({
     "inputs": many(record({"kind": one_of(*INPUTS), "name": NAME})),
     "outputs": many(record({"kind": one_of(*OUTPUTS), "name": NAME})), "arguments": structure, "results": structure,
     "tied": table(NAME), "unused": many(NAME), "frozen": many(NAME),
-})  # fmt: skip
+}, {"masters": table(one_of("bfloat16", "float16"))})  # fmt: skip
 LAYOUTS = many(either(NONE, NAME))
 MEMORY = either(NONE, NUMBER, leaf(lambda v: v == math.inf))
 OPTIMIZER = leaf(lambda v: v in (*OPTIMIZER_STATE,))
@@ -151,7 +151,7 @@ OPTIONS = record({
     "dtype": either(NONE, NAME), "eval": many(NAME), "left_out": many(NAME), "memory": MEMORY, "pin": table(NAME),
     "spread": FLAG, "microbatches": COUNT, "panels": COUNT, "slices": COUNT, "recompute": NAME, "baseline": NAME,
     "schedule": NAME, "stages": either(NONE, NAME), "inputs": LAYOUTS, "outputs": LAYOUTS, "guards": table(many(LINE)),
-    "dynamic": many(row(NAME, either(INTEGER, many(either(NONE, NAME))))),
+    "dynamic": many(row(NAME, either(INTEGER, many(either(NONE, NAME))))), "masters": FLAG,
 })  # fmt: skip
 FIGURE = either(NONE, LINE, leaf(lambda v: is_number(v, (int, float))))
 FIGURES = table(either(FIGURE, table(FIGURE), many(table(FIGURE))))  # `Cluster.of` checks the rest
