@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import sbpc
 from sbpc import Mesh
 from sbpc.errors import PlanError, SbpcError
 from sbpc.graph.ports import PARAMETER
+from tests import models
 from tests.gradient_errors import HALF, error
+from tests.processes import run_ranks
 from tests.test_reduce import Net
 
 WIDE = torch.float32
@@ -96,3 +100,131 @@ def test_what_needs_no_masters_is_refused_them() -> None:
         sbpc.plan(Net(), args, Mesh(d=2), masters=True)
     with pytest.raises(SbpcError, match="masters is 'yes'"):
         sbpc.plan(Net(), args, Mesh(d=2), masters="yes")
+
+
+# --- training on real ranks -------------------------------------------------------------------------------------------
+def gpt(dtype: torch.dtype) -> nn.Module:
+    """A small GPT with a tied head."""
+    torch.manual_seed(0)
+    return models.gpt2(batch=8, seq=16, vocab=32, width=32, heads=4)[0].to(dtype)
+
+
+def texts(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches to learn from: each token follows from the one before, but for one in ten."""
+    rolls = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        tokens = [torch.randint(32, (8,), generator=rolls)]
+        for _ in range(16):
+            follows = torch.rand(8, generator=rolls) > 0.1
+            tokens.append(torch.where(follows, (3 * tokens[-1] + 1) % 32, torch.randint(32, (8,), generator=rolls)))
+        yield torch.stack(tokens[:-1], 1), torch.stack(tokens[1:], 1)
+
+
+def losses(steps: int, parameters: Any, step: Callable[..., Tensor], after: Callable[[], Any] = list) -> list[float]:
+    """The losses of some steps of AdamW. step: leaves gradients. after: what an update is followed by."""
+    optimizer, found = torch.optim.AdamW(parameters), []
+    for batch in texts(steps):
+        optimizer.zero_grad()
+        found.append(float(step(*batch).detach()))
+        optimizer.step()
+        after()
+    return found
+
+
+def alone(steps: int, model: nn.Module) -> list[float]:
+    """The losses of a model on one device."""
+
+    def step(*batch: Tensor) -> Tensor:
+        loss: Tensor = model(*batch)
+        loss.backward()
+        return loss
+
+    return losses(steps, model.parameters(), step)
+
+
+def by_torch(steps: int, model: nn.Module) -> list[float]:
+    """The losses of a model of 16 bits whose float32 copies are stepped."""
+    masters = [p.detach().float() for p in model.parameters()]
+
+    def step(*batch: Tensor) -> Tensor:
+        loss: Tensor = model(*batch)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        for master, gradient in zip(masters, gradients):
+            master.grad = gradient.float()
+        return loss
+
+    @torch.no_grad()
+    def after() -> None:
+        for master, p in zip(masters, model.parameters()):
+            p.copy_(master)
+
+    return losses(steps, masters, step, after)
+
+
+def on_ranks(steps: int, plan: Any) -> list[float]:
+    """The losses on the ranks of a plan."""
+    module: Any = sbpc.parallelize(gpt(HALF), plan)
+    return losses(steps, module.parameters(), module.step)
+
+
+def off(found: list[float], wanted: list[float]) -> float:
+    """How far losses are from others, in the second half of the steps."""
+    half = len(found) // 2
+    return sum(abs(one - other) for one, other in zip(found[half:], wanted[half:])) / half
+
+
+@pytest.mark.parametrize("steps", [24, pytest.param(200, marks=pytest.mark.prove)])
+def test_a_model_with_masters_is_trained_as_torch_does_with_masters(steps: int) -> None:
+    plan = sbpc.plan(gpt(HALF), next(texts(1)), Mesh(d=2))
+    found, bare = run_ranks(on_ranks, 2, steps, plan)[0], alone(steps, gpt(HALF))
+    exact, known = alone(steps, gpt(WIDE)), by_torch(steps, gpt(HALF))
+    assert off(found, known) < 2 * off(known, exact) + 0.01
+    assert 10 * off(found, exact) < off(bare, exact)
+
+
+def stated(plan: sbpc.Plan, test: sbpc.Plan, folder: str) -> Any:
+    """On a rank: what a module with masters says of its state."""
+    model, args = made()
+    module: Any = sbpc.parallelize(model, plan, evaluate=test)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with module.no_sync():
+            module.step(*args)
+        module.step(*args)
+        optimizer.step()
+    state, masters = module.state_dict(), {name: p.detach().clone() for name, p in module.named_parameters()}
+    kinds = {each.dtype for p in module.parameters() for each in (p, p.grad, optimizer.state[p]["exp_avg"])}
+    assert kinds == {WIDE} and {each.dtype for each in state.values()} == {HALF}
+    assert {each.dtype for each in module.state_dict(keep_vars=True).values()} == {WIDE}
+    whole = {name: each.full_tensor() for name, each in state.items()}
+    one = Net().to(HALF)
+    one.load_state_dict(whole)
+    results = [module.eval()(*args), module.train()(*args), copy.deepcopy(module)(*args)]
+    assert all(abs(float(each - one(*args))) < 0.02 for each in results)
+
+    def unlike(module: nn.Module) -> bool:
+        return any(
+            not torch.equal(masters[name].full_tensor(), p.full_tensor()) for name, p in module.named_parameters()
+        )
+
+    checkpoints = sbpc.Checkpoints(folder)
+    checkpoints.save(1, module, optimizer)
+    checkpoints.wait()
+    found = []
+    for given, assign in ((whole, False), (state, True), (masters, False)):
+        other = copy.deepcopy(module)
+        other.load_state_dict(given, assign=assign)
+        other.step(*args)
+        found.append(unlike(other))
+    module.load_state_dict(whole)
+    checkpoints.load(module, optimizer)
+    return [*found, unlike(module)]
+
+
+def test_state_dicts_are_in_the_types_of_the_model_and_checkpoints_hold_masters(tmp_path: Path) -> None:
+    model, args = made()
+    plan = sbpc.plan(model, args, Mesh(d=2), pin={"up.weight": "S(0)"})
+    test = sbpc.plan(model.eval(), args, Mesh(d=2), train=False, pin=plan.parameters)
+    assert test.ports.masters == {}
+    assert run_ranks(stated, 2, plan, test, str(tmp_path)) == [[True, True, False, False]] * 2
