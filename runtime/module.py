@@ -254,6 +254,12 @@ def runner_of(module: nn.Module) -> Runner:
     return runners[0]
 
 
+def masters_of(module: nn.Module) -> dict[str, str]:
+    """Returns by name of a parameter with a float32 master the type in which the model has it; none of a module that is
+    not parallel."""
+    return dict(runner_of(module).plan.ports.masters) if hasattr(type(module), RUNNERS) else {}
+
+
 def steps_run(module: nn.Module) -> int | None:
     """Returns how many training steps a module has run in this process, None if it is not parallel."""
     if RANDOM not in vars(module):

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.errors import PlanError, SbpcError
+from sbpc.cli.main import main
+from sbpc.errors import CheckpointError, PlanError, SbpcError
 from sbpc.graph.ports import PARAMETER
+from sbpc.runtime.state.weight_files import read_weights, save_weights, weights_of
 from tests import models
 from tests.gradient_errors import HALF, error
 from tests.processes import run_ranks
@@ -228,3 +231,66 @@ def test_state_dicts_are_in_the_types_of_the_model_and_checkpoints_hold_masters(
     test = sbpc.plan(model.eval(), args, Mesh(d=2), train=False, pin=plan.parameters)
     assert test.ports.masters == {}
     assert run_ranks(stated, 2, plan, test, str(tmp_path)) == [[True, True, False, False]] * 2
+
+
+def moved(plan: sbpc.Plan, bare: sbpc.Plan, folder: str) -> Any:
+    """On a rank: what a checkpoint of a model without masters is to one with masters, and the other way round."""
+    model, args = made(16)
+    modules: Any = [sbpc.parallelize(model, each) for each in (bare, plan)]
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in modules]
+    modules[0].step(*args)
+    optimizers[0].step()
+    checkpoints = [sbpc.Checkpoints(f"{folder}/{at}", asynchronous=False) for at in range(2)]
+    checkpoints[0].save(1, modules[0], optimizers[0])
+    with pytest.raises(
+        CheckpointError, match=r"saved without float32 masters.*\n.*masters=False, or load the model alone"
+    ):
+        checkpoints[0].load(modules[1], optimizers[1])
+    checkpoints[0].load(modules[1])
+    pairs = zip(modules[0].parameters(), modules[1].parameters())
+    assert all(torch.equal(one.full_tensor().float(), other.full_tensor()) for one, other in pairs)
+    modules[1].step(*args)
+    optimizers[1].step()
+    checkpoints[1].save(2, modules[1], optimizers[1])
+    with pytest.raises(CheckpointError, match=r"is bfloat16 .* has float32"):
+        checkpoints[1].load(modules[0])
+    with pytest.raises(PlanError, match=r"masters of parameters, another has none.*\n.*masters=True"):
+        sbpc.parallelize(model, plan, also=[bare])
+    return {name: each.full_tensor() for name, each in modules[1].state_dict().items()}
+
+
+def test_weights_of_16_bits_load_into_masters_and_checkpoints_are_converted_to_these(tmp_path: Path) -> None:
+    model, args = made(16)
+    plan, bare = (sbpc.plan(model, args, Mesh(d=2), pin={"*": "S(0)"}, masters=each) for each in (True, False))
+    state = run_ranks(moved, 2, plan, bare, str(tmp_path))[0]
+    for name in ("weights.pt", "weights.safetensors"):
+        assert main(["convert", str(tmp_path / "1"), "-o", str(tmp_path / name)]) == 0
+        written = read_weights(tmp_path / name).tensors if "safe" in name else torch.load(tmp_path / name)
+        assert written.keys() == state.keys() and all(torch.equal(written[key], state[key]) for key in state)
+        assert {each.dtype for each in written.values()} == {HALF}
+
+
+def from_file(file: str, dtype: torch.dtype) -> Any:
+    """On a rank: the parameters of an exported program with weights of a type."""
+    model, _ = made()
+    weights = weights_of(model.to(dtype))
+    save_weights(weights, f"{file}.safetensors") if dist.get_rank() == 0 else None
+    dist.barrier()
+    return [
+        {name: p.full_tensor().detach() for name, p in sbpc.load_module(file, weights=each).named_parameters()}
+        for each in (f"{file}.safetensors", "zeros")
+    ]
+
+
+def test_exported_programs_have_masters_and_take_weights_of_either_type(tmp_path: Path) -> None:
+    model, args = made(16)
+    plan, file = sbpc.plan(model, args, Mesh(d=2)), tmp_path / "model.sbpc"
+    plan.export(file, sbpc.plan(model, args, Mesh(d=2), train=False, pin=plan.parameters))
+    programs = sbpc.load_programs(file)
+    runs = [sbpc.simulate(each, model, args) for each in (plan, programs)]
+    for name, gradient in runs[0].gradients.items():
+        assert gradient is not None and gradient.dtype == WIDE and torch.equal(gradient, runs[1].gradients[name])
+    for dtype in (HALF, WIDE):
+        loaded, zeros = run_ranks(from_file, 2, str(file), dtype)[0]
+        assert {each.dtype for each in (*loaded.values(), *zeros.values())} == {WIDE}
+        assert all(torch.equal(loaded[name], p.float()) for name, p in model.named_parameters())

@@ -136,11 +136,12 @@ META = {
 NODE = {"name": IDENTIFIER, "op": NAME, "target": NAME, "val": VALUE, "args": many(call_argument), "kwargs": KWARGS}
 CONSTANTS = {"constants": table(row(DTYPE, SIZES, many(call_argument)))}
 GRAPH = CONSTANTS | {"graph": many(record(NODE, META))}
+HELD = one_of("bfloat16", "float16")  # the type in which a model has what is stored in float32
 PORTS = record({
     "inputs": many(record({"kind": one_of(*INPUTS), "name": NAME})),
     "outputs": many(record({"kind": one_of(*OUTPUTS), "name": NAME})), "arguments": structure, "results": structure,
     "tied": table(NAME), "unused": many(NAME), "frozen": many(NAME),
-}, {"masters": table(one_of("bfloat16", "float16"))})  # fmt: skip
+}, {"masters": table(HELD)})  # fmt: skip
 LAYOUTS = many(either(NONE, NAME))
 MEMORY = either(NONE, NUMBER, leaf(lambda v: v == math.inf))
 OPTIMIZER = leaf(lambda v: v in (*OPTIMIZER_STATE,))
