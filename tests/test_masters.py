@@ -294,3 +294,58 @@ def test_exported_programs_have_masters_and_take_weights_of_either_type(tmp_path
         loaded, zeros = run_ranks(from_file, 2, str(file), dtype)[0]
         assert {each.dtype for each in (*loaded.values(), *zeros.values())} == {WIDE}
         assert all(torch.equal(loaded[name], p.float()) for name, p in model.named_parameters())
+
+
+class Scaled(Net):
+    """A model whose loss is multiplied by an argument."""
+
+    def forward(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, y).float() * scale
+
+
+def scaled(plans: list[sbpc.Plan]) -> Any:
+    """On a rank: by plan the losses of steps of a gradient scaler, of which the second is infinite on the last rank."""
+    found, last = [], dist.get_world_size() - 1
+    for plan in plans:
+        args, scaler = made(16, torch.float16)[1], torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+        torch.manual_seed(0)
+        module: Any = sbpc.parallelize(Scaled().half(), plan)
+        optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.5), list[float]()
+        for step in range(4):
+            optimizer.zero_grad()
+            scale = scaler.scale(torch.ones(()))
+            losses.append(float(module.step(*args, scale) / scale))
+            if step == 1 and dist.get_rank() == last:
+                next(p.grad for p in module.parameters() if p.grad is not None).to_local().fill_(torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+        found.append([*losses, scaler.get_scale()])
+    return found
+
+
+def test_a_gradient_scaler_skips_on_all_ranks_and_stages_and_steps_masters_of_float16() -> None:
+    args = (*made(16, torch.float16)[1], torch.ones(()))
+    ways: list[dict[str, Any]] = [{}, {"pin": {"*": "S(0)"}}, {"stages": "d", "microbatches": 2}]
+    torch.manual_seed(0)
+    model = Scaled().half()
+    of_ranks = run_ranks(scaled, 2, [sbpc.plan(model, args, Mesh(d=2), **way) for way in ways])
+    assert all(isinstance(each, list) for each in of_ranks), of_ranks
+    wanted = losses_alone(model.float(), [each.float() for each in args])
+    for found in (each for rank in of_ranks for each in rank):
+        *losses, scale = found
+        assert scale == 2.0**11 and losses[1] == losses[2]  # the second update is left out
+        assert [losses[0], losses[1], losses[3]] == pytest.approx(wanted, rel=2e-3) and losses[3] < losses[1] < losses[
+            0
+        ]
+
+
+def losses_alone(model: nn.Module, args: list[Tensor]) -> list[float]:
+    """The losses of three steps of SGD on one device."""
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.5), list[float]()
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(*args)
+        loss.backward()
+        optimizer.step()
+        found.append(float(loss.detach()))
+    return found
