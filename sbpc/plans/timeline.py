@@ -27,6 +27,7 @@ from sbpc.plans.measure import kernel_key, kernel_of, transfer_of
 
 COMPUTE, INSIDE, ACROSS = "compute", "links inside a node", "links across nodes"
 STREAMS = COMPUTE, INSIDE, ACROSS
+ADDING = "sum of an exchange"  # the kind of what adds up what a rank has got
 
 
 @dataclass(frozen=True)
@@ -285,7 +286,7 @@ def event_of(node: Node, stream: str, start: float, end: float, mesh: Mesh) -> E
     """Returns the event of a node."""
     step = node.meta.get("step")
     kind, axis = (step.collective, mesh.key(step.axes)) if step else (str(node.target).removesuffix(".default"), "")
-    kind = "sum of an exchange" if "awaits" in node.meta else kind
+    kind = ADDING if "awaits" in node.meta else kind
     module, phase = node.meta.get("module") or "", node.meta.get("phase", "forward")
     return Event(stream, start, end, node.name, kind, module, phase, axis, node.meta.get("bucket", ""))
 
