@@ -58,8 +58,10 @@ def parallelize(
 
     It has the same names and the same forward, and its class is a subclass of the model's. The model is left as it
     was: make the optimizer after this call, of the new module's parameters. They hold this rank's shards, of rank
-    0's values, in their homes; one that no output depends on stays whole. State dicts come as DTensors, and
-    `load_state_dict` takes them whole or as DTensors of any layout. `torch.save` refuses parts: all ranks get whole
+    0's values, in their homes; one that no output depends on stays whole. Masters (`masters` of `sbpc.plan`) are in
+    float32; `state_dict()` holds copies of them in the types of the model, so write to them by `load_state_dict`, and
+    go on from `sbpc.Checkpoints`, which hold all their digits. State dicts come as DTensors, and `load_state_dict`
+    takes them whole or as DTensors of any layout. `torch.save` refuses parts: all ranks get whole
     tensors from `get_model_state_dict(module, options= StateDictOptions(full_state_dict=True))` of
     torch.distributed.checkpoint.state_dict, which rank 0 may save.
 

@@ -70,6 +70,20 @@ def test_the_error_of_gradients_does_not_grow_with_the_ranks(held: bool) -> None
     assert errors("as computed", 16)[0] > 1.3 * one
 
 
+@pytest.mark.prove
+@pytest.mark.parametrize("options", [{"dtype": HALF}, {"masters": True}, {"masters": False}])
+def test_the_error_of_gradients_is_that_of_one_device_on_256_ranks(options: dict[str, Any]) -> None:
+    model, args, _ = made(options.get("dtype") is None, rows=1024)
+    errors: dict[str, list[float]] = {}
+    for reduce, ranks in itertools.product(("float32", "exchange", "as computed"), (1, 16, 64, 256)):
+        plan = sbpc.baseline("data", model, args, Mesh(d=ranks), **options, reduce=reduce, objective="serial")
+        errors.setdefault(reduce, []).append(error(plan, model, args))
+    one = errors["float32"][0]
+    assert max(errors["float32"]) < (1.1 if options.get("masters") is False else 1.05) * one  # rounded once more
+    assert max(errors["exchange"]) < 1.1 * one
+    assert errors["as computed"][-1] > 4 * one
+
+
 LONG = {
     "gpt2": functools.partial(models.gpt2, batch=64, seq=8, vocab=64, width=32, heads=8),
     "conv-net": functools.partial(models.resnet, batch=64, channels=8),

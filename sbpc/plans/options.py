@@ -132,7 +132,8 @@ class Options:
         FLOAT32,
         "how gradients are summed over ranks, micro-batches and stages where they are computed in 16 bits: "
         '"float32", in that type, or in the one of their parameter if it is wider; "exchange", in float32, too, but '
-        "over ranks they may be sent as they are computed, which rounds the sum once and sends half as much; or "
+        "over ranks they may be sent as they are computed, which rounds the sum once and sends half as much (but what "
+        "micro-batches add up is in float32, and is sent so: rounded, it would lose digits that it has); or "
         '"as computed", whose error grows with the root of the number of ranks. Partial sums of activations, as in '
         "tensor parallelism, are taken in the type of the activations.",
     )
