@@ -26,6 +26,7 @@ from sbpc.passes.verify import adds_up, verify_sums
 from sbpc.plans.measure import layout_at
 from sbpc.plans.timeline import COMPUTE
 from sbpc.rules.sum_types import begins_sums, narrows
+from sbpc.runtime.device_kernels import placed
 from tests import models
 from tests.gradient_errors import HALF, error, of_half, relative
 from tests.processes import run_ranks
@@ -223,6 +224,24 @@ def test_an_unknown_type_of_sums_is_refused() -> None:
     model, args, _ = made(False)
     with pytest.raises(SbpcError, match="reduce is 'int8'\n  It is one of 'float32', 'exchange', 'as computed'"):
         sbpc.plan(model, args, Mesh(d=2), reduce="int8")
+
+
+class Shifted(nn.Module):
+    """A model of whole numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+def test_numbers_that_a_backend_cannot_send_are_refused_before_anything_runs() -> None:
+    for dtype, fits in ((torch.int16, False), (torch.int32, True)):
+        args = (torch.ones(4, dtype=dtype),)
+        plan = sbpc.plan(Shifted(), args, Mesh(d=2), train=False, inputs=["S(0)@d"])
+        error = (
+            contextlib.nullcontext() if fits else pytest.raises(PlanError, match=r"numbers of torch\.int16 to .* gloo")
+        )
+        with error:
+            placed(plan.local, torch.device("cpu"))
 
 
 LOOPS: dict[str, dict[str, Any]] = {
