@@ -29,7 +29,7 @@ from sbpc.passes.box import box
 from sbpc.passes.canonicalize.decompose import decompose
 from sbpc.passes.canonicalize.lift import lift
 from sbpc.passes.canonicalize.normalize import normalize
-from sbpc.passes.canonicalize.wide_sums import wide_sums
+from sbpc.passes.canonicalize.wide_sums import masters_of, wide_sums
 from sbpc.passes.capture.capture import capture
 from sbpc.passes.explain import best_alternatives, explain
 from sbpc.passes.localize import localize
@@ -80,7 +80,7 @@ PASSES = {
         Pass("lift", lift, verify_captured, "always"),
         Pass("annotate", annotate, verify_annotated, "always"),
         Pass("slices", in_slices, verify_annotated, "where slices= is above 1, or None and `memory` is tight"),
-        Pass("sums", wide_sums, verify_annotated, "where numbers have 16 bits and reduce= is not 'as computed'"),
+        Pass("sums", wide_sums, verify_annotated, "where numbers have 16 bits, unless reduce= and masters= say no"),
         Pass("recompute", recompute, verify_annotated, "where recompute= is not 'none'"),
         Pass(
             "microbatches",
@@ -140,10 +140,10 @@ class Stages:
         self.show(name, gm)
         return gm
 
-    def with_sums(self, gm: GraphModule, reduce: str) -> GraphModule:
-        """Returns an annotated graph with its sums in wider types where `wide_sums` changes any."""
+    def with_sums(self, gm: GraphModule, options: Options) -> GraphModule:
+        """Returns an annotated graph with its sums in wider types, and with masters, where `wide_sums` changes any."""
         with self.timed("sums"):
-            made = wide_sums(gm, reduce)
+            made = wide_sums(gm, options.reduce, masters_of(gm, options))
             if made is gm:
                 return gm
             made = annotate(made)

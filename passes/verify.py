@@ -12,7 +12,7 @@ from sbpc.boxing.steps import steps
 from sbpc.errors import VerifyError
 from sbpc.graph.about import EXCHANGE
 from sbpc.graph.operands import is_sum, operands, outputs_of
-from sbpc.graph.ports import GRADIENT, HOMES, Port, placeholders, results
+from sbpc.graph.ports import GRADIENT, HOMES, PARAMETER, Port, placeholders, results
 from sbpc.mesh.collectives import WIRE
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import P
@@ -77,6 +77,8 @@ def verify_captured(gm: GraphModule) -> int:
             require("val" in node.meta, "a value without a shape", node)
         edges += len(operands(node))
     shapes = {port: node.meta["val"].shape for port, node in placeholders(gm).items()}
+    for port, node in placeholders(gm, PARAMETER).items():
+        require(port.name not in ports.masters or dtype_of(node) == torch.float32, "a master of another type", node)
     for port, node in zip(ports.outputs, results(gm)):
         home = HOMES.get(port.kind)
         if home is not None and node is not None:

@@ -33,7 +33,7 @@ def stored(plan: AnyPlan, model: nn.Module) -> dict[Port, Tensor]:
     """Returns the parameters and buffers of `model` by port. Raises PlanError if they are not those of the plan."""
     check_module(model)
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    planned = {port.name: (port, value) for port, value in plan.shapes.items() if port.kind in (PARAMETER, BUFFER)}
+    planned = weights(plan)
     known = {*planned, *plan.ports.tied, *plan.ports.unused}
     missing = [name for name in planned if name not in tensors]
     more = [name for name in dict(model.named_parameters()) if name not in known]
@@ -43,12 +43,20 @@ def stored(plan: AnyPlan, model: nn.Module) -> dict[Port, Tensor]:
             f"{more[:3] or 'nothing'} besides\n"
             f"  {ANOTHER_MODEL}"
         )
-    for name, (_, value) in planned.items():
+    for name, value in planned.items():
         check(f"parameter {name}", tensors[name], value, todo=ANOTHER_MODEL)
     for name, first in plan.ports.tied.items():
         if name in tensors and first in tensors and tensors[name] is not tensors[first]:
             raise PlanError(f"{name} was tied to {first} when planned, and is not\n  Tie them, or plan this model.")
-    return {port: tensors[name] for name, (port, _) in planned.items()}
+    return {port: tensors[port.name] for port in plan.shapes if port.kind in (PARAMETER, BUFFER)}
+
+
+def weights(plan: AnyPlan) -> dict[str, Tensor]:
+    """Returns by name of a parameter or buffer a tensor without data as the model has it: where the plan has a master,
+    in the type of the model."""
+    stored = {port.name: value for port, value in plan.shapes.items() if port.kind in (PARAMETER, BUFFER)}
+    own = {name: getattr(torch, kind) for name, kind in plan.ports.masters.items()}
+    return {name: value.to(own[name]) if name in own else value for name, value in stored.items()}
 
 
 def check_module(model: Any) -> None:

@@ -23,16 +23,21 @@ aten = torch.ops.aten
 AHEAD = aten._scaled_dot_product_flash_attention_for_cpu.default
 BACK = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 OPERANDS = ("query", "key", "value", "attn_mask")
+WHOLE = torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64
+REAL = torch.float16, torch.bfloat16, torch.float32, torch.float64
+GLOO = {*WHOLE, *REAL, torch.complex64, torch.complex128}  # types of numbers that it sends
+NCCL = GLOO | {torch.float8_e4m3fn, torch.float8_e5m2}
 Choice = Callable[[list[Tensor], Tensor | None, bool], str]
 
 
 def placed(gm: GraphModule, where: torch.device) -> GraphModule:
     """Returns the program with its factories and its attention on `where`, whatever device it was captured on.
 
-    Raises PlanError for an op that this device lacks.
+    Raises PlanError for an op that this device lacks, and for numbers that its collectives cannot send or sum.
     """
     graph = Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
+    backend, types = ("gloo", GLOO) if where.type == "cpu" else ("NCCL", NCCL)
     for node in graph.nodes:
         if isinstance(node.kwargs.get("device"), torch.device):
             node.kwargs = {**node.kwargs, "device": where}
@@ -42,9 +47,20 @@ def placed(gm: GraphModule, where: torch.device) -> GraphModule:
         if isinstance(node.target, OpOverload) and not has_kernel(node.target, where.type):
             what = f"%{node.name} is an op that is not there on {where.type}: the plan was made for another device"
             raise PlanError(at_node(what, node, f"Plan again, with the model on {where.type} or on the meta device."))
+        if "c10d" in str(node.target) and (kind := type_of(node)) not in types:
+            what = f"%{node.name} sends numbers of {kind} to other ranks, which {backend} cannot"
+            raise PlanError(at_node(what, node, "Have the model compute it in a type such as torch.int32."))
     result = GraphModule(gm, graph)
     result.meta.update(gm.meta)
     return result
+
+
+def type_of(node: Node) -> torch.dtype:
+    """Returns the type of what a collective sends: that of the last value before it of which a plan knows."""
+    while "val" not in node.meta:
+        node = node.all_input_nodes[0]
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
 
 
 def attend(graph: Graph, choose: Choice) -> None:

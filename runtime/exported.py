@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from sbpc.errors import PlanError
-from sbpc.graph.ports import BUFFER, INPUT, OUTPUT, PARAMETER
+from sbpc.graph.ports import INPUT, OUTPUT, PARAMETER
 from sbpc.graph.pytree import unflatten
 from sbpc.plans import plan_file, rank_programs
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
+from sbpc.runtime import bind
 from sbpc.runtime.module import parallelize
 from sbpc.runtime.state.weight_files import reader, tree
 
@@ -86,8 +87,12 @@ def module_of(
     programs: Plan | Programs, file: str | Path, executor: str = "auto", device: str | None = None
 ) -> nn.Module:
     """Returns the parallel module of programs with the weights in a file, or zeros."""
-    values = {port.name: value for port, value in programs.shapes.items() if port.kind in (PARAMETER, BUFFER)}
-    read = (lambda name: torch.zeros_like(values[name], device="cpu")) if file == "zeros" else reader(file, values)
+    values, masters = bind.weights(programs), programs.ports.masters
+    read = (
+        (lambda name: torch.zeros_like(values[name], device="cpu"))
+        if file == "zeros"
+        else reader(file, values, masters)
+    )
     names = [port.name for port in programs.shapes if port.kind == PARAMETER]
     module = tree(values, programs.ports.tied, names, programs.ports.frozen, programs.options.left_out)
     for name, each in module.named_modules():

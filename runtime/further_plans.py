@@ -81,6 +81,7 @@ class FurtherPlans:
         check_homes(self.plan, plan)
         agree(plan)
         made = runner_for(plan, self.run, self.where)
+        made.read_masters(self.plan.ports.masters)
         if not made.fits(call.leaves, call.structure, call.shapes) or made.has_rows != [*call.has_rows]:
             raise PlanError(
                 f"the batch has as many rows as dim 0 of a tensor without rows is long, of {made.has_rows}\n"

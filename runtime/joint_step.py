@@ -19,7 +19,9 @@ STEP = """Runs forward and backward, and returns what the forward returns, detac
 It is `loss = module(*args); loss.backward()`, as one program, or in a loop over micro-batches: work and collectives of
 the two overlap, so it takes as long as `plan.cost.seconds` predicts. The loss is a tensor of one element with a
 gradient: what is called `loss` in what the forward returns, else the result itself or the first of several, else the
-only one; or what the plan's `loss` names. Other results get no gradient. Raises PlanError if there is no loss."""
+only one; or what the plan's `loss` names. Other results get no gradient. Gradients are those of the loss as it is: for
+`torch.amp.GradScaler`, which divides them by its scale, call `scaler.scale(module(*args)).backward()`, or have the
+model multiply its loss by an argument that holds that scale. Raises PlanError if there is no loss."""
 
 
 class AtOnce:

@@ -37,12 +37,11 @@ from sbpc.runtime.state import dtensor_optimizers, wrappers
 from sbpc.runtime.state.deferred_init import Recording, check_agreement, same_start
 from sbpc.runtime.state.dtensors import of_rank_zero, refuse_pickles, sharded, take_state
 from sbpc.runtime.state.members import members_of
-from sbpc.runtime.state.whole import RANDOM, WEIGHTS, skeleton
+from sbpc.runtime.state.whole import RANDOM, RUNNERS, WEIGHTS, skeleton
 from sbpc.runtime.step import Runner
 from sbpc.runtime.step_function import Apart
 
 log = logging.getLogger("sbpc")
-RUNNERS = "_sbpc_runners"
 IDLE = (
     "stage %d has no trained parameter: give the optimizer a group, as in AdamW([{'params': [*module.parameters()]}])"
 )
@@ -63,8 +62,10 @@ def parallelize(
 
     It has the same names and the same forward, and its class is a subclass of the model's. The model is left as it
     was: make the optimizer after this call, of the new module's parameters. They hold this rank's shards, of rank
-    0's values, in their homes; one that no output depends on stays whole. State dicts come as DTensors, and
-    `load_state_dict` takes them whole or as DTensors of any layout. `torch.save` refuses parts: take whole tensors by
+    0's values, in their homes; one that no output depends on stays whole. Masters (`masters` of `sbpc.plan`) are in
+    float32; `state_dict()` holds copies of them in the types of the model, so write to them by `load_state_dict`, and
+    go on from `sbpc.Checkpoints`, which hold all their digits. State dicts come as DTensors, and `load_state_dict`
+    takes them whole or as DTensors of any layout. `torch.save` refuses parts: take whole tensors by
     `sbpc.full_state_dict(module)`, or call `module.save_pretrained(folder)` of transformers and peft on all ranks.
 
     Every rank gives the whole batch, the same on all; or its own rows of it where the plan was made with
@@ -159,6 +160,8 @@ def parallelize(
         vars(result)[FORWARD] = vars(result).pop("forward")
     result.__dict__[RANDOM] = {"seed": agreed_seed(where), "step": 0}
     runners = [runner_for(each, run, where) for each in (plan, *others)]
+    for runner in runners:
+        runner.read_masters(plan.ports.masters)
     fill(result, runners[0], value)
     result.__class__ = parallel_class(type(model), runners, signature_of(model, plan), further)
     if plan.axis is not None and not any(each.requires_grad for each in result.parameters()):
@@ -214,6 +217,11 @@ def check_plans(model: Any, plan: Any, others: Sequence[Any]) -> None:
         bind.check_plan(each)
     for other in others:
         bind.stored(other, model)
+        if other.ports.masters != plan.ports.masters and (other.options.train or other.ports.masters):
+            raise PlanError(
+                "one plan has float32 masters of parameters, another has none of these\n  Make the other one with "
+                f"pin=plan.parameters, masters={bool(plan.ports.masters)}."
+            )
         if other.mesh != plan.mesh:
             raise PlanError(f"one plan is for {plan.mesh}, another for {other.mesh}\n  Plan both for one mesh.")
         if other.options.own_rows != plan.options.own_rows:
@@ -323,8 +331,10 @@ def fill(result: nn.Module, runner: Runner, value: Callable[[str], Tensor]) -> N
     """Replaces the weights of a module by this rank's shards of `value(name)`; parameters of other stages are None,
     those that are not planned stay whole."""
     plan, made = runner.plan, dict[str, Any]()
+    types = {name: getattr(torch, kind) for name, kind in plan.ports.masters.items()}
     own = {port.name: layout for port, layout in runner.layouts.items() if port.kind == PARAMETER}
     away, homes = plan.parameters.keys() - own.keys(), dict[str, dict[str, Layout]]()
+    masters: dict[str, dict[str, torch.dtype]] = {}
     places = list(slots(result))
     for name, table, key in places:
         first, old = plan.ports.tied.get(name, name), table[key]
@@ -332,17 +342,20 @@ def fill(result: nn.Module, runner: Runner, value: Callable[[str], Tensor]) -> N
         if first not in made:
             tensor: Any = value(first)
             if isinstance(old, nn.Parameter):
+                kind = torch.float32 if first in types else None
                 tensor = (
                     None
                     if first in away
-                    else nn.Parameter(sharded(tensor, home, plan.inner, runner.where), old.requires_grad)
+                    else nn.Parameter(sharded(tensor, home, plan.inner, runner.where, kind), old.requires_grad)
                 )
             made[first] = tensor if tensor is None else tensor.to(runner.where)
         table[key] = made[first]
         if isinstance(made[first], nn.Parameter):
-            homes.setdefault(name.rpartition(".")[0], {})[key] = home
+            path = name.rpartition(".")[0]
+            homes.setdefault(path, {})[key] = home
+            masters.setdefault(path, {}).update({key: types[first]} if first in types else {})
     for path, named in homes.items():
-        take_state(result.get_submodule(path), named, plan.inner, runner.where)
+        take_state(result.get_submodule(path), named, masters[path], plan.inner, runner.where)
     elsewhere = [name for name, _, _ in places if plan.ports.tied.get(name, name) in away]
     if elsewhere:
         result.register_load_state_dict_pre_hook(

@@ -94,10 +94,17 @@ class Runner:
         self.functions: dict[Any, BoxedFunction] = {}
         self.read_again: list[int] | None = None
         self.same = self.comparison()
+        self.masters: dict[Port, Tensor] = {}  # that the plan, which is for no training, reads in the model's types
 
     def held(self) -> tuple[Mapping[Port, Layout], tuple[int, ...]]:
         """Returns the layouts of what this rank takes in, by port, and its place on their mesh."""
         return self.plan.given, self.plan.mesh.coordinates(dist.get_rank())
+
+    def read_masters(self, masters: Container[str]) -> None:
+        """Has the parameters of these names, which are stored in float32, cast where the plan does not do it."""
+        own = self.plan.ports.masters
+        found = [port for port in self.parameters if port.name in masters and port.name not in own]
+        self.masters = {port: self.shapes[port].to(torch.float32) for port in found}
 
     def comparison(self) -> SameCalls:
         """Returns what compares the calls of all ranks."""
@@ -190,6 +197,11 @@ class Runner:
                 given[SEED_PORT] = torch.tensor(seed_of_step(**random), device=self.where)
                 random["step"] += 1
             values = [local_of(given[port]) if port.kind == PARAMETER else given[port] for port in self.takes]
+            if self.masters:
+                values = [
+                    value.to(self.shapes[port].dtype) if port in self.masters else value
+                    for port, value in zip(self.takes, values)
+                ]
             values += self.positions
             check_autocast(self.plan.options.dtype, self.where)
             with no_autocast(self.where):
@@ -335,7 +347,8 @@ class Runner:
 
     def check_weight(self, port: Port, value: Any, train: bool) -> None:
         """Raises PlanError for a parameter or buffer that is no longer as it was planned."""
-        check_stored(port, value, self.shapes[port], self.local_shapes[port], self.layouts[port], self.where)
+        planned = self.masters.get(port, self.shapes[port])
+        check_stored(port, value, planned, self.local_shapes[port], self.layouts[port], self.where)
         # one without influence may be trained or frozen
         if train and port.kind == PARAMETER and port.name not in self.plan.ports.unused:
             check_trained(port, value, port in self.gradients)

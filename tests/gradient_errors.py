@@ -16,11 +16,16 @@ HALF = torch.bfloat16
 
 
 def of_half(make: Callable[[], tuple[nn.Module, Any]], held: bool) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """A model, its arguments, and options of a plan. held: the model is of bfloat16; else it runs under autocast."""
+    """A model, its arguments, and options of a plan. held: the model is of bfloat16, and has no masters; else it runs
+    under autocast."""
     torch.manual_seed(0)
     model, args = make()
     if held:
-        return model.to(HALF), tuple(each.to(HALF) if each.is_floating_point() else each for each in args), {}
+        return (
+            model.to(HALF),
+            tuple(each.to(HALF) if each.is_floating_point() else each for each in args),
+            {"masters": False},
+        )
     return model, args, {"dtype": HALF}
 
 

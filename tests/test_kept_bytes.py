@@ -67,7 +67,10 @@ def kept_bytes(
         x = torch.empty(batch, seq, width, dtype=torch.bfloat16, requires_grad=True)
     ends = ["S(1)"] if scheme == "megatron+sp" else None
     options: dict[str, Any] = {"recompute": form, "objective": "serial", "microbatches": 1, "inputs": ends}
-    options["reduce"] = "as computed"  # sums of 32 bits move what is kept of some layers into parts
+    options |= {
+        "masters": False,
+        "reduce": "as computed",
+    }  # sums of 32 bits move what is kept of some layers into parts
     mesh = Mesh(t=1 if scheme is None else ranks)
     plan = (
         sbpc.plan(model, (x,), mesh, **options)

@@ -20,10 +20,13 @@ from sbpc import Mesh, Plan
 from sbpc.errors import PlanError, SbpcError, VerifyError
 from sbpc.graph.operands import operands
 from sbpc.mesh.cluster import CLUSTERS, Rate
+from sbpc.mesh.collectives import seconds_on
 from sbpc.mesh.states import P
 from sbpc.passes.verify import adds_up, verify_sums
 from sbpc.plans.measure import layout_at
+from sbpc.plans.timeline import COMPUTE
 from sbpc.rules.sum_types import begins_sums, narrows
+from sbpc.runtime.device_kernels import placed
 from tests import models
 from tests.gradient_errors import HALF, error, of_half, relative
 from tests.processes import run_ranks
@@ -66,6 +69,20 @@ def test_the_error_of_gradients_does_not_grow_with_the_ranks(held: bool) -> None
     few, many = errors("exchange", 2, 16)  # which rounds the sum once more
     assert many < 1.05 * few < 1.2 * one
     assert errors("as computed", 16)[0] > 1.3 * one
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("options", [{"dtype": HALF}, {"masters": True}, {"masters": False}])
+def test_the_error_of_gradients_is_that_of_one_device_on_256_ranks(options: dict[str, Any]) -> None:
+    model, args, _ = made(options.get("dtype") is None, rows=1024)
+    errors: dict[str, list[float]] = {}
+    for reduce, ranks in itertools.product(("float32", "exchange", "as computed"), (1, 16, 64, 256)):
+        plan = sbpc.baseline("data", model, args, Mesh(d=ranks), **options, reduce=reduce, objective="serial")
+        errors.setdefault(reduce, []).append(error(plan, model, args))
+    one = errors["float32"][0]
+    assert max(errors["float32"]) < (1.1 if options.get("masters") is False else 1.05) * one  # rounded once more
+    assert max(errors["exchange"]) < 1.1 * one
+    assert errors["as computed"][-1] > 4 * one
 
 
 LONG = {
@@ -139,6 +156,27 @@ def test_an_exchange_is_taken_where_it_is_faster_and_is_in_the_formula() -> None
         assert plan.cost.subs() == pytest.approx(plan.cost.compute_seconds + plan.cost.comm_seconds)
 
 
+def test_the_local_sum_of_an_exchange_is_computed_behind_it_and_takes_its_seconds() -> None:
+    with torch.device("meta"):
+        model, args = nn.Linear(4096, 4096, bias=False).to(HALF), (torch.empty(64, 4096, dtype=HALF),)
+    mesh = Mesh(d=4, cluster=replace(CLUSTERS["h100"], device=None))
+    for objective in ("serial", "seconds"):
+        options = {"objective": objective, "panels": 1, "microbatches": 1, "masters": False}
+        plan = sbpc.baseline("fsdp", model, args, mesh, reduce="exchange", **options)
+        events = plan.timeline()
+        (sent,) = [event for event in events if event.kind == "exchange"]
+        block = 4096 * 4096 * 2 / 4  # four are read, the sum in float32 is written and read, and rounded
+        adding = 2 * mesh.cluster.launch + (4 + 2 + 2 + 1) * block / mesh.cluster.memory_bandwidth
+        lines, _ = mesh.lines((0,), "exchange")
+        if objective == "serial":
+            assert sent.end - sent.start == pytest.approx(seconds_on(lines, block) + adding)
+            assert plan.cost.subs() == pytest.approx(plan.cost.seconds)
+        else:
+            (added,) = [event for event in events if event.kind == "sum of an exchange"]
+            assert added.stream == COMPUTE and added.start >= sent.end
+            assert added.end - added.start == pytest.approx(adding)
+
+
 def swapped(gm: GraphModule) -> GraphModule:
     """The graph with the first cast of which a sum is taken behind that sum."""
     pairs = [(cast, user) for cast in gm.graph.nodes if begins_sums(cast) for user in cast.users if adds_up(user)]
@@ -186,6 +224,24 @@ def test_an_unknown_type_of_sums_is_refused() -> None:
     model, args, _ = made(False)
     with pytest.raises(SbpcError, match="reduce is 'int8'\n  It is one of 'float32', 'exchange', 'as computed'"):
         sbpc.plan(model, args, Mesh(d=2), reduce="int8")
+
+
+class Shifted(nn.Module):
+    """A model of whole numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+def test_numbers_that_a_backend_cannot_send_are_refused_before_anything_runs() -> None:
+    for dtype, fits in ((torch.int16, False), (torch.int32, True)):
+        args = (torch.ones(4, dtype=dtype),)
+        plan = sbpc.plan(Shifted(), args, Mesh(d=2), train=False, inputs=["S(0)@d"])
+        error = (
+            contextlib.nullcontext() if fits else pytest.raises(PlanError, match=r"numbers of torch\.int16 to .* gloo")
+        )
+        with error:
+            placed(plan.local, torch.device("cpu"))
 
 
 LOOPS: dict[str, dict[str, Any]] = {

@@ -115,7 +115,7 @@ def whole_inputs(
     plan: Plan | Programs, model: nn.Module, args: Sequence[Any], kwargs: Any, tangents: Any, seed: int
 ) -> dict[Port, Tensor]:
     """Returns the whole tensor of every placeholder, checked against the plan."""
-    given = {port: tensor.detach() for port, tensor in bind.stored(plan, model).items()}
+    given = {port: tensor.detach().to(plan.shapes[port].dtype) for port, tensor in bind.stored(plan, model).items()}
     leaves = bind.arguments(plan, args, kwargs)
     free = iter(bind.default_tangents(plan, tangents))
     for port, planned in plan.shapes.items():

@@ -20,11 +20,15 @@ from sbpc.mesh.states import Split, chunk_sizes
 
 @dataclass(frozen=True)
 class TensorBlock:
-    """The block `local` of a whole tensor of `shape`, which begins at the indices `start`."""
+    """The block `local` of a whole tensor of `shape`, which begins at the indices `start`.
+
+    master: what takes the values of the block once they are read, where that is of another type.
+    """
 
     local: Tensor
     shape: tuple[int, ...]
     start: tuple[int, ...]
+    master: Tensor | None = None
 
 
 def block_of(tensor: Tensor) -> TensorBlock:

@@ -44,6 +44,7 @@ from sbpc.runtime.state.checkpoint_record import (
 from sbpc.runtime.state.folder_lock import FolderLock, locked
 from sbpc.runtime.state.members import refuse_unfinished
 from sbpc.runtime.state.weight_files import Weights
+from sbpc.runtime.state.whole import masters_of
 
 NAME = re.compile(r"step-(\d{9})")
 TODO = "The one before it is whole; mend the cause."
@@ -53,9 +54,11 @@ class Checkpoints:
     """The checkpoints in a folder that all ranks share; the last `keep` are kept. A job goes on from them, also on
     another number of ranks, in other layouts, with pipeline stages or without: examples/02_train_gpt.py.
 
-    They hold parameters, buffers, the optimizer's state and settings, and the place among random numbers. Every rank
-    makes this at the same point, calls `save` at the same steps, and `wait` before it ends. asynchronous: what is
-    saved is copied, and written by a thread while training goes on; the next `save` waits for it, and says what failed.
+    They hold parameters, buffers, the optimizer's state and settings, and the place among random numbers; of parameters
+    with float32 masters (`masters` of `sbpc.plan`) these, which also take what was saved in the type of the model.
+    Every rank makes this at the same point, calls `save` at the same steps, and `wait` before it ends. asynchronous:
+    what is saved is copied, and written by a thread while training goes on; the next `save` waits for it, and says
+    what failed.
 
     A checkpoint is whole in the folder or not there, whenever a process is killed. Ranks that have not done as many
     steps and updates save nothing, and all say so. What was whole is removed once the new one is on the disk and every
@@ -110,7 +113,7 @@ class Checkpoints:
             raise CheckpointError(f"step is {shown(step)}\n  Give an integer from 0 to 999,999,999.")
         step = int(step)
         blocks = blocks_of(model, optimizer)
-        record = describe(step, blocks, model, optimizer, extra)
+        record = describe(step, blocks, model, optimizer, extra, masters_of(model))
         block = not self.asynchronous if block is None else block
         if not block:
             blocks = {name: replace(each, local=each.local.to("cpu", copy=True)) for name, each in blocks.items()}
@@ -242,15 +245,19 @@ class Checkpoints:
             return 0
         folder = self.folder / f"step-{record['step']:09d}"
         extra = restored(record["extra"], (), "extra", folder)
-        blocks = as_saved(blocks_of(model), model, record)
+        masters = masters_of(model)
+        blocks = as_saved(blocks_of(model), model, record, masters)
         self.raise_first(mistake_in(blocks, record["tensors"], folder))  # of any rank: all end here, or none
         if optimizer is not None:
             groups = merged_groups(self.from_all_ranks(groups_of(model, optimizer)))
-            prepare(model, optimizer, groups, record, folder)
-        blocks = as_saved(blocks_of(model, optimizer), model, record)
+            prepare(model, optimizer, groups, record, folder, masters)
+        blocks = as_saved(blocks_of(model, optimizer), model, record, masters)
         mistake = None
         try:
             block_files.read(folder, record, blocks)
+            for block in blocks.values():
+                if block.master is not None:
+                    block.master.copy_(block.local)
         except CheckpointError as error:
             mistake = f"{error} The module holds a part of it: load again before you go on."
         self.raise_first(mistake)
@@ -355,7 +362,8 @@ def sync(folder: Path) -> None:
 
 
 def weights_in(folder: str | Path, step: int | None = None) -> Weights:
-    """Reads the whole parameters and buffers of a checkpoint in one process. Without `step` it is the last one."""
+    """Reads the whole parameters and buffers of a checkpoint in one process, masters in the type of the model. Without
+    `step` it is the last one."""
     folder = Path(folder)
     steps = whole_steps(folder)
     if not steps or step not in (None, *steps):
@@ -381,4 +389,5 @@ def weights_in(folder: str | Path, step: int | None = None) -> Weights:
         ) from error
     block_files.read(folder, record, blocks)
     tensors = {name.removeprefix("model/"): block.local for name, block in blocks.items()}
+    tensors |= {name: tensors[name].to(getattr(torch, kind)) for name, kind in record["masters"].items()}
     return Weights(tensors, record["tied"], tuple(record["left_out"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,17 @@ from sbpc.runtime.state.weight_files import weights_of
 
 
 def prepare(
-    model: nn.Module, optimizer: torch.optim.Optimizer, groups: list[list[str | None]], record: Record, folder: Path
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    groups: list[list[str | None]],
+    record: Record,
+    folder: Path,
+    masters: Mapping[str, str],
 ) -> None:
     """Gives an optimizer the settings in a checkpoint and, for every tensor of state there, one to be filled.
 
-    groups: by group of the optimizer the names of its parameters on all ranks. Raises CheckpointError if they are
-    not those saved.
+    groups: by group of the optimizer the names of its parameters on all ranks. masters: by name the type of the model.
+    Raises CheckpointError if they are not those saved.
     """
     saved, names = record["optimizer"], names_of(model)
     if not saved["groups"]:
@@ -39,6 +45,12 @@ def prepare(
             "  Make the optimizer that was saved, or load the model alone."
         )
     what, tensors = "the optimizer's state", tensors_of_state(record)
+    short = [name for name, kind in masters.items() for dtype, _ in tensors.get(name, {}).values() if dtype == kind]
+    if short:
+        raise CheckpointError(
+            f"{folder} was saved without float32 masters: {what} of {short[0]} there is in {masters[short[0]]}\n"
+            "  Go on by a plan with masters=False, or load the model alone."
+        )
     leaves = [[torch.tensor(value) for value in old["values"]] for old in saved["groups"]]
     settings = [restored(old["settings"], there, what, folder) for old, there in zip(saved["groups"], leaves)]
     plain = {
@@ -77,11 +89,15 @@ def like(parameter: nn.Parameter, shape: Any, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(parameter, dtype=dtype) if same else parameter.detach().new_zeros(shape, dtype=dtype)
 
 
-def as_saved(blocks: Mapping[str, TensorBlock], model: nn.Module, record: Record) -> dict[str, TensorBlock]:
-    """Returns blocks by the names that a checkpoint has for them.
+def as_saved(
+    blocks: Mapping[str, TensorBlock], model: nn.Module, record: Record, masters: Mapping[str, str]
+) -> dict[str, TensorBlock]:
+    """Returns blocks by the names that a checkpoint has for them, and masters in the type of the model if it has them
+    so.
 
-    A checkpoint may have a tied tensor under another of its names. It may lack buffers that state_dict leaves out, as
-    weights from elsewhere do: the model's constructor has made them, and they stay as they are.
+    masters: by name the type of the model. A checkpoint may have a tied tensor under another of its names. It may lack
+    buffers that state_dict leaves out, as weights from elsewhere do: the model's constructor has made them, and they
+    stay as they are.
     """
     weights, saved, tied = weights_of(model), record["tensors"], record["tied"]
     renamed: dict[str, TensorBlock] = {}
@@ -93,6 +109,9 @@ def as_saved(blocks: Mapping[str, TensorBlock], model: nn.Module, record: Record
             if not any(other in saved for other in others) and name in weights.left_out:
                 continue
             full = next((other for other in others if other in saved and other not in blocks), full)
+        if [masters.get(name), list(block.shape)] == saved.get(full):
+            local = torch.empty_like(block.local, dtype=getattr(torch, masters[name]))
+            block = replace(block, local=local, master=block.local)
         renamed[full] = block
     return renamed
 

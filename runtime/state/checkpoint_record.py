@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from sbpc.errors import CheckpointError, PlanError, shown
 from sbpc.graph.pytree import flatten, harmless, unflatten
-from sbpc.plans.file_schema import NONE, TEXT, Check, either, leaf, many, one_of, row
+from sbpc.plans.file_schema import HELD, NONE, TEXT, Check, either, leaf, many, one_of, row
 from sbpc.plans.file_schema import record as entries
 from sbpc.runtime.state.block_files import Piece, damaged, header, open_file
 from sbpc.runtime.state.blocks import TensorBlock, groups_of, merged_groups, states_of
@@ -31,9 +31,14 @@ Record = dict[str, Any]  # what `state.json` says, or a part of that
 
 
 def describe(
-    step: int, blocks: Mapping[str, TensorBlock], model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any
+    step: int,
+    blocks: Mapping[str, TensorBlock],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Any,
+    masters: Mapping[str, str],
 ) -> Record:
-    """Returns what this rank knows of what `state.json` says of a checkpoint."""
+    """Returns what this rank knows of what `state.json` says of a checkpoint. masters: by name the model's type."""
     tensors = {name: dtype_and_shape(block) for name, block in blocks.items()}
     groups: list[Record] = []
     of_group = [] if optimizer is None else zip(groups_of(model, optimizer), optimizer.param_groups)
@@ -63,6 +68,7 @@ def describe(
         "random": random,
         "tied": weights.tied,
         "left_out": list(weights.left_out),
+        "masters": {name: kind for name, kind in masters.items() if f"model/{name}" in blocks},
     }
 
 
@@ -141,7 +147,7 @@ def merged(records: Sequence[Record]) -> Record:
     longest = max(known, key=lambda groups: len(groups))
     groups = [group | {"names": whole} for group, whole in zip(longest, names)]
     plain = joined(record["optimizer"]["plain"] for record in records)
-    whole = {key: joined(record[key] for record in records) for key in ("tensors", "tied")}
+    whole = {key: joined(record[key] for record in records) for key in ("tensors", "tied", "masters")}
     return {**records[0], **whole, "optimizer": {**records[0]["optimizer"], "groups": groups, "plain": plain}}
 
 
@@ -188,6 +194,7 @@ def read_marker(folder: Path) -> Record:
         raise CheckpointError(f"{what}\n  Turn it into safetensors by `sbpc convert` of the sbpc that wrote it.")
     if written != found:
         raise damaged(folder / MARKER, "its text is not what sbpc wrote")
+    record.setdefault("masters", {})  # of one that an earlier sbpc wrote
     check_record(record, folder)
     pieces = {
         name: [Piece(tuple(start), tuple(shape), *place) for start, shape, *place in each]
@@ -224,6 +231,11 @@ def check_record(record: Record, folder: Path) -> None:
             filled[rank].append((offset, offset + math.prod(size) * kind_of(dtype).itemsize))
     if others := sorted(record["blocks"].keys() - record["tensors"].keys()):
         raise damaged(folder / MARKER, f"it has blocks of {others[0]!r:.80}, but no such tensor")
+    wide = {name for name, (dtype, _) in record["tensors"].items() if dtype == "float32"}
+    if others := [name for name in record["masters"] if f"model/{name}" not in wide]:
+        raise damaged(
+            folder / MARKER, f"{others[0]!r:.80}, which is none of its float32 tensors, is said to be a master"
+        )
     if absent := [first for first in record["tied"].values() if f"model/{first}" not in record["tensors"]]:
         raise damaged(folder / MARKER, f"a tensor is tied to {absent[0]!r:.80}, which is none of its tensors")
     for spans, length in zip(filled, record["files"]):
@@ -285,6 +297,7 @@ FIELDS: dict[str, Check] = {  # what a record has besides `extra`, which `unflat
     "optimizer": entries({"class": CLASS, "groups": many(GROUP), "plain": texts_to(texts_to(ANYTHING))}),
     "tied": texts_to(TEXT),
     "left_out": many(TEXT),
+    "masters": texts_to(HELD),
     "random": either(NONE, leaf(lambda v: RANDOM(v) is None and list(v) == ["seed", "step"])),
     "extra": ANYTHING,
 }

@@ -30,11 +30,14 @@ def of_rank_zero(tensor: Tensor, where: torch.device) -> Tensor:
     return copy
 
 
-def sharded(whole: Tensor, layout: Layout, mesh: Mesh, where: torch.device) -> DTensor:
-    """Returns the DTensor of a tensor that every rank holds whole. The shard shares no memory with it."""
+def sharded(
+    whole: Tensor, layout: Layout, mesh: Mesh, where: torch.device, dtype: torch.dtype | None = None
+) -> DTensor:
+    """Returns the DTensor of a tensor that every rank holds whole. The shard shares no memory with it. dtype: its type,
+    if that is another."""
     local = layout.shard(whole.detach(), mesh.sizes, process_groups.place(mesh))
     return DTensor.from_local(
-        local.to(where).clone(memory_format=torch.contiguous_format),
+        local.to(where, dtype or whole.dtype).clone(memory_format=torch.contiguous_format),
         process_groups.device_mesh(mesh, where.type),
         placements(layout, mesh.sizes),
         shape=whole.shape,
@@ -87,20 +90,39 @@ def reduced(tensor: DTensor) -> Any:
     return tensor.__reduce_ex__(2)
 
 
-def take_state(module: nn.Module, homes: Mapping[str, Layout], mesh: Mesh, where: torch.device) -> None:
+def take_state(
+    module: nn.Module, homes: Mapping[str, Layout], masters: Mapping[str, torch.dtype], mesh: Mesh, where: torch.device
+) -> None:
     """Lets `load_state_dict` of a module take DTensors of any layout, and whole tensors that are the same on every
-    rank.
+    rank, and has `state_dict` give masters in the types of the model, but for `keep_vars=True`.
 
-    homes: by the module's own name of a parameter. Every rank must load at the same point.
+    homes, masters: by the module's own name of a parameter, the second in the type of the model. Every rank must load
+    at the same point.
     """
 
     def convert(owner: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         for name, home in homes.items():
             given = state.get(prefix + name)
             if isinstance(given, Tensor) and given.shape == owner.get_parameter(name).shape:
-                state[prefix + name] = at_home(given, home, mesh, where)
+                there = at_home(given, home, mesh, where)
+                state[prefix + name] = in_type(there, torch.float32) if name in masters else there
+
+    def copied(owner: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name, dtype in masters.items():
+            if not isinstance(state.get(prefix + name), nn.Parameter | None):
+                state[prefix + name] = in_type(state[prefix + name], dtype)
 
     module.register_load_state_dict_pre_hook(convert)
+    if masters:
+        module.register_state_dict_post_hook(copied)
+
+
+def in_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a DTensor in another type, itself if it is of that."""
+    if tensor.dtype == dtype or not isinstance(tensor, DTensor):
+        return tensor.to(dtype)
+    local, about = local_of(tensor).to(dtype), (tensor.device_mesh, tensor.placements)
+    return DTensor.from_local(local, *about, shape=tensor.shape, stride=tensor.stride())
 
 
 def at_home(given: Tensor, home: Layout, mesh: Mesh, where: torch.device) -> Tensor:

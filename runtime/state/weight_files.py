@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,9 +176,9 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
     return read_weights(path).tensors
 
 
-def reader(path: str | Path, wanted: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
+def reader(path: str | Path, wanted: Mapping[str, Tensor], masters: Container[str] = ()) -> Callable[[str], Tensor]:
     """Returns a function that reads one tensor of a safetensors file. Raises PlanError if one is absent or unlike
-    the wanted one."""
+    the wanted one. masters: those that may be in float32 in the file."""
     file = opened(path)
     stored = {**{name: name for name in file.names}, **file.tied}
     missing = [name for name in wanted if name not in stored]
@@ -194,7 +194,7 @@ def reader(path: str | Path, wanted: Mapping[str, Tensor]) -> Callable[[str], Te
 
     def read(name: str) -> Tensor:
         tensor = file.read(stored[name])
-        if tensor.dtype != wanted[name].dtype:
+        if tensor.dtype != wanted[name].dtype and not (name in masters and tensor.dtype == torch.float32):
             raise PlanError(f"{name} is {tensor.dtype} in {path}, not {wanted[name].dtype}\n  Give it in that type.")
         return tensor
 

@@ -20,8 +20,9 @@ from sbpc.runtime.start.lost_ranks import watched
 from sbpc.runtime.state.blocks import TensorBlock, block_of
 from sbpc.runtime.state.weight_files import weights_of
 
-WEIGHTS, RANDOM = "_sbpc_weights", "_sbpc_random"
-"""Where a parallel module has the places of its weights and its place among random numbers."""
+WEIGHTS, RANDOM, RUNNERS = "_sbpc_weights", "_sbpc_random", "_sbpc_runners"
+"""Where a parallel module has the places of its weights, its place among random numbers and, in its class, what runs
+its plans."""
 Place = tuple[tuple[int, ...], tuple[int, ...]]  # where a block begins in its tensor, and its shape
 
 
@@ -66,7 +67,7 @@ def on_one_device(module: nn.Module) -> nn.Module | None:
     Each block comes from the first rank that holds it, by gloo.
     """
     bind.check_module(module)
-    weights = weights_of(module)
+    weights, masters = weights_of(module), masters_of(module)
     blocks = {name: block_of(tensor) for name, tensor in weights.tensors.items()}
     mine = {
         name: (block.local.dtype, block.shape, (block.start, tuple(block.local.shape)))
@@ -89,7 +90,7 @@ def on_one_device(module: nn.Module) -> nn.Module | None:
         with watched("full_state_dict"):
             tensor = gathered(blocks.get(name), dtype, shape, places, group)
         if tensor is not None:
-            whole[name] = tensor
+            whole[name] = tensor.to(getattr(torch, masters[name])) if name in masters else tensor
     if several and dist.get_rank():
         return None
     tied = {name: first for _, names in of_ranks for name, first in names.items()}
@@ -116,6 +117,12 @@ def gathered(
         if me == 0:
             whole[tuple(slice(at, at + length) for at, length in zip(start, size))].copy_(part)
     return whole if me == 0 else None
+
+
+def masters_of(module: nn.Module) -> dict[str, str]:
+    """Returns by name of a parameter with a float32 master the type in which the model has it; none of a module that is
+    not parallel."""
+    return dict(getattr(type(module), RUNNERS)[0].plan.ports.masters) if hasattr(type(module), RUNNERS) else {}
 
 
 def twin_of(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:

@@ -70,6 +70,7 @@ def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
         reduce=(known.reduce, "a text"),
         objective=(known.objective, "a text"),
         spread=(known.spread, "True or False"),
+        masters=(known.masters, "True or False", "None"),
         schedule=(known.schedule, "a text", "None"),
         cuts=(known.cuts, "a list", "None"),
         stages=(known.stages, "a text", "None"),

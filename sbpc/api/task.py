@@ -103,6 +103,7 @@ class Task:
         forms = forms_of(self.gm, asked.recompute) if asked.forms is None else asked.forms
         gm, whole = self.rewritten(mesh, forms, asked)
         options = replace(asked, microbatches=asked.microbatches or 1, panels=1, forms=None, **self.about)
+        options = replace(options, masters=bool(gm.meta["ports"].masters))
         options = options if options.train else replace(options, optimizer=None)
         if asked.dynamic is not None:
             options = replace(options, dynamic=name_dims(gm, mesh, asked.dynamic))
@@ -127,7 +128,7 @@ class Task:
     def rewritten(self, mesh: Mesh, forms: Mapping[str, str], asked: Options) -> tuple[GraphModule, GraphModule | None]:
         """Returns the graph that computes again what `forms` say and works on micro-batches, and that without these
         if it does."""
-        gm = self.stages.with_sums(self.gm, asked.reduce)
+        gm = self.stages.with_sums(self.gm, replace(asked, **self.about))
         if forms:
             gm = self.stages.run("recompute", gm, forms)
         count = asked.microbatches or 1

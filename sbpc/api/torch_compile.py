@@ -70,7 +70,8 @@ def sbpc(gm: GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any]
     executor = executor_of(options.pop("executor", "auto"))
     with outside_dynamo():
         lifted = LiftedGraph(gm, examples)
-        planned = plan(lifted, lifted.inputs, mesh, train=train, pin=lifted.whole(mesh), **options)
+        # parameters are the user's, as they are
+        planned = plan(lifted, lifted.inputs, mesh, train=train, pin=lifted.whole(mesh), masters=False, **options)
     log_plan(gm, lifted, planned)
     runner = Runner(planned, executor, where)
     runner.same.names, runner.same.axis = lambda: lifted.names, None

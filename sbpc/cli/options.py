@@ -133,6 +133,10 @@ ON_A_MESH: dict[str, dict[str, Any]] = {  # keywords of `sbpc.plan` for one mesh
         "help": "how gradients of 16 bits are summed over ranks (default: float32)",
     },
     "loss": {"metavar": "NAME", "help": "the result to train on, by its key, field or place (default: see sbpc.plan)"},
+    "masters": {
+        "action": argparse.BooleanOptionalAction,
+        "help": "store parameters that are held in 16 bits in float32 (default: if they are trained by an optimizer)",
+    },
     "stages": {"metavar": "AXIS", "help": "cut the model into stages of a pipeline along this axis of the mesh"},
     "schedule": {
         "metavar": "NAME",

@@ -47,7 +47,8 @@ class Ports:
 
     arguments, results: the structures (see `sbpc.graph.pytree`) of `(args, kwargs)` and of what the model returns.
     tied: every further name of a tied parameter or buffer -> its first name. unused: trainable parameters that no
-    output depends on. frozen: parameters that ask for no gradient.
+    output depends on. frozen: parameters that ask for no gradient. masters: by name of a parameter that is stored in
+    float32, the type in which the model has it and its forward reads it.
     """
 
     inputs: tuple[Port, ...]
@@ -57,6 +58,7 @@ class Ports:
     tied: dict[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
+    masters: dict[str, str] = field(default_factory=dict)
 
 
 def placeholders(gm: GraphModule, *kinds: str) -> dict[Port, Node]:

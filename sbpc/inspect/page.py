@@ -158,6 +158,7 @@ def asked(plan: Plan) -> list[str]:
     ]
     texts += [f"recompute {options.recompute}"] if options.recompute != NONE else []
     texts += [f"gradients summed {options.reduce}"] if options.reduce != FLOAT32 else []
+    texts += ["float32 masters"] if options.masters else []
     texts += [f"at most {quantity(options.memory, 'B')} a rank"] if options.memory is not None else []
     return [clean(text) for text in (*texts, *(f"pin {name} = {layout}" for name, layout in options.pin.items()))]
 

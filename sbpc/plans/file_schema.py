@@ -136,11 +136,12 @@ META = {
 NODE = {"name": IDENTIFIER, "op": NAME, "target": NAME, "val": VALUE, "args": many(call_argument), "kwargs": KWARGS}
 CONSTANTS = {"constants": table(row(DTYPE, SIZES, many(call_argument)))}
 GRAPH = CONSTANTS | {"graph": many(record(NODE, META))}
+HELD = one_of("bfloat16", "float16")  # the type in which a model has what is stored in float32
 PORTS = record({
     "inputs": many(record({"kind": one_of(*INPUTS), "name": NAME})),
     "outputs": many(record({"kind": one_of(*OUTPUTS), "name": NAME})), "arguments": structure, "results": structure,
     "tied": table(NAME), "unused": many(NAME), "frozen": many(NAME),
-})  # fmt: skip
+}, {"masters": table(HELD)})  # fmt: skip
 LAYOUTS = many(either(NONE, NAME))
 ENDS = either(NAME, LAYOUTS)
 MEMORY = either(NONE, NUMBER, leaf(lambda v: v == math.inf))
@@ -153,7 +154,7 @@ OPTIONS = record({
     "spread": FLAG, "microbatches": COUNT, "panels": COUNT, "slices": COUNT, "recompute": NAME, "baseline": NAME,
     "schedule": NAME, "stages": either(NONE, NAME), "inputs": ENDS, "outputs": ENDS, "guards": table(many(LINE)),
     "cuts": many(NAME), "dynamic": many(row(NAME, either(INTEGER, many(either(NONE, NAME))))),
-    "loss": leaf(lambda v: type(v) is int and v >= 0),
+    "masters": FLAG, "loss": leaf(lambda v: type(v) is int and v >= 0),
 })  # fmt: skip
 FIGURE = either(NONE, LINE, leaf(lambda v: is_number(v, (int, float))))
 FIGURES = table(either(FIGURE, table(FIGURE), many(table(FIGURE))))  # `Cluster.of` checks the rest

@@ -146,9 +146,18 @@ class Options:
         FLOAT32,
         "how gradients are summed over ranks, micro-batches and stages where they are computed in 16 bits: "
         '"float32", in that type, or in the one of their parameter if it is wider; "exchange", in float32, too, but '
-        "over ranks they may be sent as they are computed, which rounds the sum once and sends half as much; or "
+        "over ranks they may be sent as they are computed, which rounds the sum once and sends half as much (but what "
+        "micro-batches add up is in float32, and is sent so: rounded, it would lose digits that it has); or "
         '"as computed", whose error grows with the root of the number of ranks. Partial sums of activations, as in '
         "tensor parallelism, are taken in the type of the activations.",
+    )
+    masters: bool | None = option(
+        None,
+        "whether parameters that the model holds in bfloat16 or float16 are stored in float32, and cast to the model's "
+        "type at home, before they are gathered. The forward is that of the model as given. Parameters of the parallel "
+        "module, their gradients and the optimizer's state are then in float32, and `sbpc.Checkpoints` saves them so; "
+        "`state_dict()` gives copies in the model's types, and `load_state_dict` takes either. None is True for a step "
+        "that trains with an optimizer. A plan of an evaluation needs none beside one with masters.",
     )
     baseline: str | None = None
     forms: Mapping[str, str] | None = None

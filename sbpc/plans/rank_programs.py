@@ -170,7 +170,11 @@ def wrong_counts(body: dict[str, Any], programs: Programs) -> Iterator[str]:
 
 
 def wrong_homes(programs: Programs) -> Iterator[str]:
-    """Yields gradients and new buffers that are not left where their parameter or buffer is stored."""
+    """Yields gradients and new buffers that are not left where their parameter or buffer is stored, and masters of
+    another type than float32."""
+    for port, value in programs.shapes.items():
+        if port.kind == PARAMETER and port.name in programs.ports.masters and value.dtype != torch.float32:
+            yield f"the master of {port.name} is in {value.dtype}"
     for port, layout in programs.left.items():
         home = HOMES.get(port.kind)
         if home is None or layout is None:
