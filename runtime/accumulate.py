@@ -40,7 +40,8 @@ WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # in which
 class Owner(Protocol):
     """What runs backwards whose sums lie by place: brings them home, and names the parameters that they are of."""
 
-    trained: Sequence[str]
+    @property
+    def trained(self) -> Sequence[str]: ...
 
     def bring_home(self, sums: Sequence[Tensor]) -> Sequence[Tensor]: ...
 

@@ -181,6 +181,25 @@ def test_a_compiled_script_trains_on_two_ranks():
     assert [said.count("torch.compile hands over whole parameters") for _, said in ranks] == [1, 1]
 
 
+def script_of_a_trainer(folder):
+    """On a rank, which has joined the others: what the script prints."""
+    ranks = str(torch.distributed.get_world_size())
+    os.environ |= {"LOCAL_RANK": os.environ["RANK"], "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    sys.argv = ["09_hf_trainer.py", folder]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(EXAMPLES / "09_hf_trainer.py"), run_name="__main__")
+    return printed.getvalue()
+
+
+def test_a_trainer_of_transformers_trains_on_two_ranks_by_one_line(tmp_path):
+    pytest.importorskip("accelerate", reason="pip install sbpc[integrations]")
+    first, other = run_ranks(script_of_a_trainer, 2, str(tmp_path))
+    losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", first)]
+    assert len(losses) == 4 and losses[-1] < 0.8 * losses[0] and "eval_loss" in first
+    assert "LlamaForCausalLM on Mesh(data=2)" in first and "LlamaForCausalLM" not in other
+    assert (tmp_path / "model.safetensors").exists() and (tmp_path / "checkpoint-16" / "optimizer.pt").exists()
+
+
 # --- the README and docstrings ----------------------------------------------------------------------------------------
 def test_links_of_the_readme_lead_somewhere():
     links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]

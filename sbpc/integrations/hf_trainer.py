@@ -118,7 +118,7 @@ def reads_loss_alone(trainer: Any) -> bool:
 
 def return_loss_alone(model: nn.Module) -> None:
     """Has a model of `transformers` return no logits in training, so that no rank holds those of the whole batch."""
-    forward = model.forward
+    forward: Any = model.forward
     if not isinstance(forward, MethodType):
         return
 
