@@ -65,7 +65,6 @@ class Runner:
     """Runs a plan's programs on this rank. It holds no weights: they come with every step."""
 
     stage = 0
-
     elsewhere: Container[str] = ()  # parameters that this rank has, and that another stage counts
 
     def __init__(self, plan: Plan | Programs, executor: Executor, where: torch.device) -> None:
@@ -86,9 +85,8 @@ class Runner:
             for port in ports.outputs
             if Port(HOMES.get(port.kind, ""), port.name) in self.layouts and port.kind in (GRADIENT, INPUT_GRADIENT)
         }  # in the order of the outputs: what gets a gradient on this rank, and whether it is a parameter
-        self.trains = bool(
-            plan.options.train and any(port.kind in (GRADIENT, INPUT_GRADIENT) for port in ports.outputs)
-        )
+        kinds = {port.kind for port in ports.outputs}
+        self.trains = bool(plan.options.train and kinds & {GRADIENT, INPUT_GRADIENT})
         self.parameters = [port for port in self.takes if port.kind == PARAMETER]
         self.tangents = [at for at, port in enumerate(ports.inputs) if port.kind == TANGENT]
         self.functions: dict[Any, BoxedFunction] = {}

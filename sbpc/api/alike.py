@@ -73,7 +73,8 @@ def relaid(step: Captured, plan: Plan) -> Plan | None:
         return None
     if (asked.train, asked.dtype) != (step.about["train"], step.about["dtype"]):
         return None
-    gm, options = step.stages.with_sums(step.task.gm, asked.reduce), replace(asked, **step.about)
+    options = replace(asked, **step.about)
+    gm = step.stages.with_sums(step.task.gm, options)
     if program_of(gm) != program_of(plan.annotated):
         return None
     choices = {node.name: node.meta["candidates"] for node in gm.graph.nodes if "candidates" in node.meta}

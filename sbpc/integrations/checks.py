@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sbpc.errors import PlanError
-from sbpc.runtime.module import RUNNERS
+from sbpc.runtime.state.whole import RUNNERS
 
 TYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 REFUSED = {  # options of TrainingArguments: why, and what to do
