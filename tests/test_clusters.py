@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.faults import free_port
@@ -44,6 +45,7 @@ def test_the_script_of_slurm_starts_one_torchrun_on_each_node(tmp_path: Path) ->
     trained(saved, env, "bash", str(CLUSTERS / "slurm.sh"), "--steps", "2", "--checkpoint", str(saved))
 
 
+@pytest.mark.prove
 def test_the_command_of_kubernetes_finds_the_job_in_its_environment(tmp_path: Path) -> None:
     """The operator sets PET_*, by which torchrun takes its flags."""
     job = yaml.safe_load((CLUSTERS / "kubernetes.yaml").read_text())

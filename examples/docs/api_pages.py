@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import operator
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -34,7 +35,7 @@ def api_pages() -> dict[str, tuple[str, str]]:
     PAGES["running"][1].extend(sorted(set(sbpc.__all__).difference(*(names for _, names in PAGES.values()))))
     found = {}
     for page, (title, names) in PAGES.items():
-        parts = [f"# {title}\n", *(part for name in names for part in entry(name, getattr(sbpc, name)))]
+        parts = [f"# {title}\n", *(part for name in names for part in entry(name, operator.attrgetter(name)(sbpc)))]
         if page == "running":
             parts += ["## What a parallel module has { #module }\n"]
             parts += [f"### module.{name} {{ #module.{name} }}\n\n{markdown(doc)}" for name, doc in MODULE.items()]
