@@ -246,6 +246,8 @@ def unequal(plan: sbpc.Plan) -> list[str]:
     rank = torch.distributed.get_rank()
     place, twin = plan.mesh.coordinates(rank)
     x, y = own(pair(), (4, 4), place)
+    padded = sbpc.buckets([4, 8], together=True)({"input_ids": torch.ones(2, 3 + 2 * place)})  # one has 3, one 5
+    assert padded["input_ids"].shape == (2, 8)
     return [
         said(lambda: module.step(x[: 3 if rank == 1 else 4], y[: 3 if rank == 1 else 4])),
         said(lambda: module.step(x, y[: 3 if rank == 2 else 4])),

@@ -1,7 +1,8 @@
 """Plan further steps of a model: of other shapes, in other modes, with the parameters at the same homes.
 
 A step that is the same program but for its sizes takes the layouts of a plan as they are, if they are legal for these
-sizes. Nothing is searched then: a GPT-2 of 12 layers takes 0.6 s of which 0.4 s are its capture.
+sizes. Nothing is searched then. A GPT-2 of 2 layers takes 0.4 s of a core for a new shape, capture, programs and the
+step itself included; one of 12 layers takes 0.4 s for its capture alone.
 """
 
 from __future__ import annotations
