@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sbpc.errors import PlanError
+from sbpc.graph.ports import INPUT
 from sbpc.graph.pytree import unflatten
 from sbpc.plans.plan import Plan
 from sbpc.runtime.executors import Executor
@@ -20,6 +22,7 @@ from sbpc.runtime.start.agree import agree
 from sbpc.runtime.step import Runner
 
 AUTO, MOST = "auto", 8
+RELAID = 16
 log = logging.getLogger("sbpc")
 
 
@@ -38,26 +41,43 @@ class FurtherPlans:
     how many plans the module may have."""
 
     def __init__(self, model: nn.Module, plan: Any, most: int, run: Executor, where: torch.device) -> None:
-        if not isinstance(plan, Plan) or plan.another is None:
+        if not isinstance(plan, Plan) or plan.alike is None:
             raise PlanError(
                 "also='auto' plans further steps like the first, and a plan from a file does not know of what model\n"
                 "  Give the plan that sbpc.plan returns: it takes from its cache what was planned before."
             )
-        self.model, self.plan, self.another, self.most = model, plan, plan.another, most
-        self.run, self.where = run, where
+        self.model, self.plan, self.most = model, plan, most
+        self.run, self.where, self.relaid = run, where, list[Runner]()
 
-    def runner(self, module: nn.Module, runners: Sequence[Runner], call: Call, error: PlanError) -> Runner:
-        """Returns what runs a plan for a call of a parallel module in the modes that it is in. error: why there is
-        none yet. Every rank must call this at the same point."""
-        if len(runners) >= self.most:
-            raise PlanError(
-                f"there are {len(runners)} plans, as many as also='auto:{self.most}' allows: {error}\n"
-                f"  Pad batches to few lengths, see sbpc.buckets, or allow more: also='auto:{2 * self.most}'."
-            ) from error
+    def add(self, module: nn.Module, runners: list[Runner], call: Call, error: PlanError) -> None:
+        """Adds what runs a plan for a call of a parallel module in the modes that it is in. error: why there is none
+        yet. Every rank must call this at the same point.
+
+        Plans in the layouts of others are made quickly, so only the last RELAID of them are kept, and none counts.
+        """
         train = self.plan.options.train and torch.is_grad_enabled()
         if (call.at_once and not train) or (self.plan.axis is not None and train and not call.at_once):
             raise error
-        plan = self.planned(module, call, train, len(runners) + 1)
+        args, kwargs = unflatten(
+            call.structure, [like_meta(leaf, shape) for leaf, shape in zip(call.leaves, call.shapes)]
+        )
+        self.follow(module)
+        step = self.plan.alike.captured(self.model, args, kwargs, train)
+        planned = [each.plan for each in runners if each not in self.relaid and isinstance(each.plan, Plan)]
+        planned.sort(key=lambda plan: distance(plan, call.shapes))
+        found = (self.plan.alike.relaid(step, plan) for plan in planned)
+        plan, count = next((each for each in found if each is not None), None), len(runners) - len(self.relaid)
+        named = f"{'train' if train else 'no grad'}: {text_of_call(call.kinds, call.structure)}"
+        if is_new := plan is None:
+            if count >= self.most:
+                raise PlanError(
+                    f"there are {count} plans, as many as also='auto:{self.most}' allows: {error}\n"
+                    f"  Pad batches to few lengths, see sbpc.buckets, or allow more: also='auto:{2 * self.most}'."
+                ) from error
+            log.info("plan %d of at most %d, %s", count + 1, self.most, named)
+            plan = self.plan.alike.planned(step, args, self.plan.parameters, self.plan.cuts, call.at_once)
+        else:
+            log.info("the layouts of a plan serve, %s", named)
         check_homes(self.plan, plan)
         agree(plan)
         made = runner_for(plan, self.run, self.where)
@@ -66,28 +86,10 @@ class FurtherPlans:
                 f"the batch has as many rows as dim 0 of a tensor without rows is long, of {made.has_rows}\n"
                 "  Give that tensor another shape, or leave it in an attribute of the model."
             )
-        return made
-
-    def planned(self, module: nn.Module, call: Call, train: bool, number: int) -> Plan:
-        """Returns a plan of a call."""
-        shapes = call.shapes
-        given = text_of_call(zip((leaf.dtype for leaf in call.leaves), shapes), call.structure)
-        log.info("plan %d of at most %d, %s: %s", number, self.most, "train" if train else "no grad", given)
-        self.follow(module)
-        leaves = [
-            torch.empty(shape, dtype=leaf.dtype, device="meta").requires_grad_(leaf.requires_grad)
-            for leaf, shape in zip(call.leaves, shapes)
-        ]
-        args, kwargs = unflatten(call.structure, leaves)
-        return self.another(
-            self.model,
-            args,
-            kwargs,
-            train=train,
-            pin=self.plan.parameters,
-            cuts=self.plan.cuts,
-            at_once=call.at_once,
-        )
+        self.relaid += [] if is_new else [made]
+        if len(self.relaid) > RELAID:
+            runners.remove(self.relaid.pop(0))
+        runners.append(made)
 
     def follow(self, module: nn.Module) -> None:
         """Takes over the modes of a parallel module, and the numbers in its attributes."""
@@ -98,6 +100,17 @@ class FurtherPlans:
             vars(own).update(
                 {key: now[key] for key, old in vars(own).items() if is_plain(old) and is_plain(now.get(key))}
             )
+
+
+def like_meta(leaf: Tensor, shape: Sequence[int]) -> Tensor:
+    """Returns a tensor of a shape without data."""
+    return torch.empty(shape, dtype=leaf.dtype, device="meta").requires_grad_(leaf.requires_grad)
+
+
+def distance(plan: Plan, shapes: Sequence[Sequence[int]]) -> float:
+    """Returns how far the number of elements that a plan takes is from that of some shapes."""
+    sizes = [value.numel() for port, value in plan.shapes.items() if port.kind == INPUT]
+    return abs(math.log((1 + sum(sizes)) / (1 + sum(map(math.prod, shapes)))))
 
 
 def runner_for(plan: Any, run: Executor, where: torch.device) -> Runner:

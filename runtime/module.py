@@ -99,8 +99,9 @@ def parallelize(
 
                Or "auto": arguments of new shapes, modes (`.eval()`, `torch.no_grad()`) and constants are planned when
                they come, with the homes and the options of `plan`, on all ranks at once, up to 8 plans in all, or 20 by
-               "auto:20". Each takes as long as `sbpc.plan`, once: the cache of plans keeps it. The logger "sbpc" says
-               so at INFO. `sbpc.buckets` pads batches to few shapes. The ranks compare their calls each time.
+               "auto:20". A step that differs in sizes alone takes the layouts of a plan as they are where they are
+               legal: nothing is searched, it counts as no plan, and the last 16 such are kept. The logger "sbpc" tells
+               of each at INFO. `sbpc.buckets` pads batches to few shapes. The ranks compare their calls each time.
 
     evaluate   one more such plan, for when `.eval()` is called on the module.
     init       what builds the model on one device, such as its class, for a model on the meta device that is too large
@@ -258,7 +259,7 @@ def parallel_class(
         except Unplanned as error:
             if further is None:
                 raise
-            runners.append(further.runner(self, runners, call, error))
+            further.add(self, runners, call, error)
             return weights.runner_of(runners, call, alone=False), weights, call
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -49,6 +49,11 @@ class Call:
         total = () if self.rows is None else (self.rows.total,)
         return [(*total, *leaf.shape[1:]) if has else tuple(leaf.shape) for leaf, has in zip(self.leaves, own)]
 
+    @property
+    def kinds(self) -> list[tuple[torch.dtype, Sequence[int]]]:
+        """The dtype and the shape of each tensor."""
+        return [(leaf.dtype, shape) for leaf, shape in zip(self.leaves, self.shapes)]
+
 
 @dataclass
 class ModuleWeights:
@@ -109,8 +114,11 @@ class ModuleWeights:
         plan is left, its runner says itself what does not fit.
         """
         modes = [module.training for module in self.submodules.values()]
-        if len(self.guards) != len(runners) or modes != self.modes:
-            self.guards |= {each: self.guards_of(each) for each in runners if each not in self.guards}
+        if list(self.guards) != runners:
+            self.guards = {each: self.guards.get(each) or self.guards_of(each) for each in runners}
+            self.accepted = {key: tensors for key, tensors in self.accepted.items() if key[0] in self.guards}
+            self.modes = ()
+        if modes != self.modes:
             self.in_mode, self.modes = self.of_modes(runners), modes
         found = self.in_mode
         if len(found) > 1 or not alone:
@@ -203,7 +211,7 @@ def other_shapes(runners: Sequence[Runner], call: Call) -> Unplanned:
         )
         for runner in runners
     ]
-    given = text_of_call([(leaf.dtype, shape) for leaf, shape in zip(call.leaves, call.shapes)], call.structure)
+    given = text_of_call(call.kinds, call.structure)
     lines = ["no plan is for arguments of these shapes", f"given:   {given}", *(f"planned: {each}" for each in known)]
     todo = (
         "Plan the model on such arguments, too, with pin=plan.parameters, and give it as parallelize(..., also=[...])"

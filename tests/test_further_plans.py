@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import random
+import statistics
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +17,11 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.runtime.further_plans import check_homes
+from sbpc.api.alike import relaid
+from sbpc.runtime.executors import executor_of
+from sbpc.runtime.further_plans import FurtherPlans, check_homes, most_plans
+from sbpc.runtime.module import RUNNERS
+from tests.models import gpt2
 from tests.processes import run_ranks
 
 BATCHES = ((8, 6), (3, 4), (8, 6))  # rows and length
@@ -201,3 +209,60 @@ def test_evaluation_stands_beside_stages_in_one_module() -> None:
         for found, result in ranks:
             torch.testing.assert_close(found, losses, rtol=1e-10, atol=1e-10)
             torch.testing.assert_close(result, out, rtol=1e-10, atol=1e-10)
+
+
+def test_what_cannot_plan_further_steps_says_so(tmp_path: Path) -> None:
+    assert most_plans("auto") == 8 and most_plans("auto:20") == 20 and most_plans([]) is None
+    assert 'Give "auto", "auto:20" for at most 20 plans' in said(lambda: most_plans("always"))
+    plan = sbpc.plan(deep(), rows_of(8), Mesh(data=1))
+    assert relaid(plan.alike.captured(deep(), rows_of(6), {}, True), plan) is not None
+    assert relaid(plan.alike.captured(deep(), rows_of(6), {}, False), plan) is None  # another program
+    plan.save(tmp_path / "plan.sbpc")
+    read = sbpc.load(tmp_path / "plan.sbpc")
+    assert "a plan from a file does not know of what model" in said(
+        lambda: FurtherPlans(deep(), read, 8, executor_of("code"), torch.device("cpu"))
+    )
+    loop = sbpc.plan(deep(), rows_of(8), Mesh(data=1), microbatches=4)
+    step = loop.alike.captured(deep(), rows_of(6), {}, True)
+    smaller = loop.alike.planned(step, rows_of(6), loop.parameters, loop.cuts, True)
+    assert smaller.loop is not None and smaller.loop.count == 3  # which divides 6
+
+
+def of_many_sizes(count: int, inputs: str | None) -> Any:
+    """Largest errors of the loss and of gradients of a GPT-2 over random batches and lengths, and how many plans were made."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, args = gpt2(layers=2, batch=8, seq=16, vocab=32, width=24, heads=4)
+    module: Any = sbpc.parallelize(model, sbpc.plan(model, args, Mesh(data=2), inputs=inputs), also="auto:3")
+    draw, errors, seconds = random.Random(0), [], []
+    for _ in range(count):
+        rows, length = draw.randint(2, 24), draw.randint(2, 16)
+        tokens = torch.randint(32, (2, rows, length))
+        cut = draw.randint(0, rows)
+        place = slice(0, cut) if torch.distributed.get_rank() == 0 else slice(cut, rows)
+        start = time.perf_counter()
+        loss = module.step(*(each[place] if inputs else each for each in tokens))
+        seconds.append(time.perf_counter() - start)
+        model.zero_grad()
+        want = model(*tokens)
+        want.backward()
+        errors.append(abs(loss.item() - want.item()))
+        for mine, own in zip(module.parameters(), model.parameters()):
+            errors.append((mine.grad.full_tensor() - own.grad).abs().max().item())
+        module.zero_grad()
+    made = [runner for runner in vars(type(module))[RUNNERS] if runner.plan.lower_bound]
+    return max(errors), len(made), statistics.median(seconds)
+
+
+def test_a_plan_serves_other_batches_and_lengths() -> None:
+    for error, plans, _ in run_ranks(of_many_sizes, 2, 4, "data"):
+        assert error < 1e-10 and plans == 2  # of odd batches rows are flattened whole
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("inputs", [None, "data"])
+def test_200_batches_and_lengths_of_a_gpt_run_by_at_most_3_plans(inputs: str | None) -> None:
+    for error, plans, seconds in run_ranks(of_many_sizes, 2, 200, inputs, seconds=1700):
+        print(f"largest error {error:.1e}, {plans} plans, {seconds:.2f} s for the median step")
+        assert error < 1e-10 and plans <= 3

@@ -224,6 +224,7 @@ def test_gradients_go_back_to_the_rows_of_each_rank_over_two_axes() -> None:
     model = made_out()
     mesh = Mesh(replicate=2, shard=2)
     plan = sbpc.plan(model, (x.requires_grad_(),), mesh, inputs="shard,replicate")
+    assert "each rank gets its own rows of the results, and no loss" in str(plan)
     out = model(x)
     (out * tangent).sum().backward()
     assert x.grad is not None
@@ -245,6 +246,8 @@ def unequal(plan: sbpc.Plan) -> list[str]:
     rank = torch.distributed.get_rank()
     place, twin = plan.mesh.coordinates(rank)
     x, y = own(pair(), (4, 4), place)
+    padded = sbpc.buckets([4, 8], together=True)({"input_ids": torch.ones(2, 3 + 2 * place)})  # one has 3, one 5
+    assert padded["input_ids"].shape == (2, 8)
     return [
         said(lambda: module.step(x[: 3 if rank == 1 else 4], y[: 3 if rank == 1 else 4])),
         said(lambda: module.step(x, y[: 3 if rank == 2 else 4])),

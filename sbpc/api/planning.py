@@ -11,17 +11,17 @@ from typing import Any
 from torch import nn
 
 from sbpc._compat import trace_artifact
+from sbpc.api.alike import Alike
 from sbpc.api.checks import check_mesh, checked, with_options
 from sbpc.api.plan_cache import remembered
-from sbpc.api.task import captured
+from sbpc.api.task import Captured, captured
 from sbpc.errors import check_kinds
-from sbpc.graph.pytree import flatten
 from sbpc.inspect.graph_text import graph_text
 from sbpc.inspect.report import plan_json
 from sbpc.mesh.mesh import Mesh
+from sbpc.plans.options import Options
 from sbpc.plans.plan import Plan
 
-OF_STEPS = ("microbatches", "schedule", "stages", "panels", "slices", "recompute")  # of forward and backward together
 STEP = ("kwargs", "loss", "targets", "train", "dtype", "capture", "dump")  # what `captured` takes
 
 
@@ -81,31 +81,18 @@ def plan(
     step = captured(
         model, args, kwargs=kwargs, loss=loss, targets=targets, train=train, dtype=dtype, capture=capture, dump=dump
     )
-    made = traced(remembered(step, mesh, asked))
-    made.another = alike(mesh, options, {"loss": loss, "dtype": dtype, "capture": capture}, targets)
-    return made
+    return knowing(made(step, mesh, asked), options, targets, loss=loss, dtype=dtype, capture=capture)
 
 
-def alike(mesh: Mesh, options: Mapping[str, Any], about: Mapping[str, Any], targets: Any) -> Any:
-    """Returns what plans a step of the same model on other arguments, whose targets come last, and with the same
-    parameters at the same homes."""
-    last = len(targets) if isinstance(targets, (tuple, list)) else 1
-    asked = {name: value for name, value in options.items() if name not in ("pin", "dynamic")}
+def knowing(plan: Plan, options: Mapping[str, Any], targets: Any = (), **about: Any) -> Plan:
+    """Returns a plan that knows how to plan further steps of its model."""
+    plan.alike = Alike(plan.mesh, about, options, len(targets) if isinstance(targets, (tuple, list)) else 1, made)
+    return plan
 
-    def another(
-        model: nn.Module, args: Sequence[Any], kwargs: Any, train: bool, pin: Any, cuts: Sequence[str], at_once: bool
-    ) -> Plan:
-        own, behind = args[: len(args) - last], args[len(args) - last :]
-        staged = asked.get("stages") is not None
-        changed = {name: value for name, value in asked.items() if at_once or staged or name not in OF_STEPS}
-        if staged:
-            changed["cuts"] = cuts
-        if count := changed.get("microbatches"):
-            batch = next((len(each) for each in flatten(args)[0] if each.dim()), 1)
-            changed["microbatches"] = max(parts for parts in range(1, count + 1) if batch % parts == 0)
-        return plan(model, own, mesh, kwargs=kwargs, targets=behind, train=train, pin=pin, **about, **changed)
 
-    return another
+def made(step: Captured, mesh: Mesh, asked: Options) -> Plan:
+    """Returns the plan of a captured step, made before or now."""
+    return traced(remembered(step, mesh, asked))
 
 
 def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, **options: Any) -> Plan:
@@ -129,7 +116,8 @@ def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, **opt
     check_kinds(name=(name, "a text"))
     about = {key: options.pop(key) for key in STEP if key in options}
     asked = checked(mesh, train=about.get("train", True), **options)
-    return traced(remembered(captured(model, args, **about), mesh, replace(asked, baseline=name)))
+    further = {key: about[key] for key in ("targets", "loss", "dtype", "capture") if key in about}
+    return knowing(made(captured(model, args, **about), mesh, replace(asked, baseline=name)), options, **further)
 
 
 def traced(plan: Plan) -> Plan:

@@ -73,7 +73,7 @@ def sbpc(gm: GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any]
         planned = plan(lifted, lifted.inputs, mesh, train=train, pin=lifted.whole(mesh), **options)
     log_plan(gm, lifted, planned)
     runner = Runner(planned, executor, where)
-    runner.same.names = lambda: lifted.names
+    runner.same.names, runner.same.axis = lambda: lifted.names, None
     random = {"seed": agreed_seed(where), "step": 0}
     # later, ops that add up in no fixed order may have left other bits in the weights of each rank
     fresh = compile_id()[1] == 0

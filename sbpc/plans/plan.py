@@ -76,8 +76,8 @@ class Plan(PlannedStep):
     pass; "capture" is the torch call alone. body: of a loop the plan of a micro-batch through all stages, in which
     layouts were chosen. prover: the problem that a step of one program solves; both None where the plan was read from a
     file. again: plans the step again on this mesh, with other options as given. cached: the file of a plan that
-    was made before, see `sbpc.api.plan_cache`; anew: makes that plan again. another: plans a step of the same model
-    on other arguments, see `sbpc.api.planning.alike`.
+    was made before, see `sbpc.api.plan_cache`; anew: makes that plan again. alike: plans further steps of
+    the model, see `sbpc.api.alike`; None where the plan was read from a file.
 
     Three graphs show how a step of one chunk is written: `graph` has a layout for every value (`tangent_0`, ... in
     it are the gradients of the outputs, which come in from outside), `boxed` also the collectives between layouts,
@@ -90,7 +90,7 @@ class Plan(PlannedStep):
     again: Callable[..., Plan] = field(default=no_model, repr=False)
     cached: Path | None = field(default=None, init=False, compare=False)  # a plan that is made of this one has neither
     anew: Callable[[], Plan] | None = field(default=None, init=False, repr=False, compare=False)
-    another: Callable[..., Plan] | None = field(default=None, init=False, repr=False, compare=False)
+    alike: Any = field(default=None, init=False, repr=False, compare=False)
 
     @functools.cached_property
     def cost(self) -> Cost:

@@ -35,6 +35,10 @@ from sbpc.plans.timeline import Event
 from sbpc.plans.usage import Usage
 
 T = TypeVar("T", bound="PlannedStep")
+OUTSIDE = (
+    "each rank gets its own rows of the results, and no loss: gradients are those of the sum over ranks of what you "
+    "make of them, so divide a mean over a rank's rows by the number of ranks, or plan with loss="
+)
 
 
 @dataclass
@@ -204,9 +208,12 @@ class PlannedStep(Pipeline):
 
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
-        """Loud lines, which the report shows: rules without a proof, and ops that run whole on every rank for want
-        of a rule, with what that costs."""
-        return tuple(dict.fromkeys(note for chunk in self.chunks for note in chunk.notes))
+        """Loud lines, which the report shows: rules without a proof, ops that run whole on every rank for want of a
+        rule, with what that costs, and rows of each rank's own of which you make the loss."""
+        tangents = [value for port, value in self.shapes.items() if port.kind == TANGENT]
+        outside = self.options.own_rows is not None and tangents and all(value.numel() > 1 for value in tangents)
+        found = [note for chunk in self.chunks for note in chunk.notes]
+        return tuple(dict.fromkeys([*found, OUTSIDE] if outside else found))
 
     @property
     def remarks(self) -> tuple[str, ...]:
