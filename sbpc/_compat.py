@@ -306,8 +306,9 @@ def on_dtensors(op: Any, handler: Any) -> None:
 def on_steps(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Has torch call `wrapped(step)` in the place of the step of each class of optimizers, of which the first is made
     from now on."""
-    original = torch.optim.Optimizer.profile_hook_step
-    torch.optim.Optimizer.profile_hook_step = staticmethod(lambda step: original(wrapped(step)))  # type: ignore[method-assign]
+    optimizers: Any = torch.optim.Optimizer
+    original = optimizers.profile_hook_step
+    optimizers.profile_hook_step = staticmethod(lambda step: original(wrapped(step)))
 
 
 MIXED = "got mixed torch.Tensor and DTensor"

@@ -156,6 +156,31 @@ def test_layers_of_a_model_fold_and_the_plan_costs_what_its_graph_costs():
     assert plan.cost.lower_bound <= plan.cost.seconds and plan.cost.gap <= 0.02
 
 
+class Steps(torch.nn.Module):
+    """A recurrent net, written out in steps that each take a part of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = torch.nn.GRUCell(6, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = x.new_zeros(len(x), 8)
+        for at in range(x.shape[1]):
+            state = self.cell(x[:, at], state)
+        return state.square().mean()
+
+
+def test_steps_over_time_fold():
+    torch.manual_seed(0)
+    lstm = torch.nn.LSTM(6, 8, batch_first=True)
+    for model, args, least in ((Steps(), (torch.randn(4, 8, 6),), 5), (lstm, (torch.randn(4, 8, 6),), 5)):
+        plan = sbpc.plan(model, args, Mesh(x=2), objective="serial")
+        space = Space(plan.graph, plan.mesh, {}, {})
+        counts = np.bincount(np.unique(space.classes(), return_inverse=True)[1])
+        assert len(counts) < 0.5 * len(space.variables) and counts.max() >= least
+        assert plan.cost.lower_bound <= plan.cost.seconds
+
+
 def test_certify_tightens_the_bound_and_leaves_the_plan_alone():
     torch.manual_seed(0)
     model, args = models.gpt2(layers=5, batch=8, seq=8, vocab=32, width=16, heads=4)

@@ -256,7 +256,8 @@ def test_files_of_clusters_and_rules_hold_no_controls(tmp_path: Path) -> None:
 
 
 def test_a_plan_with_an_op_that_no_file_may_call_is_not_written(tmp_path: Path) -> None:
-    plan = sbpc.plan(nn.EmbeddingBag(10, 4), (torch.zeros(4, 3, dtype=torch.int64),), Mesh(x=2), train=False)
+    bag = nn.EmbeddingBag(10, 4, mode="max")
+    plan = sbpc.plan(bag, (torch.zeros(4, 3, dtype=torch.int64),), Mesh(x=2), train=False)
     message = refused(PlanError, lambda: plan.save(tmp_path / "plan"))
     assert (
         message.startswith("a file may not call aten._embedding_bag") and "Give the op a rule by sbpc.rule" in message

@@ -159,12 +159,12 @@ the model's forward asks for the values of a tensor with .numpy()
 aten._local_scalar_dense.default needs the values of a tensor, and a captured graph has none
   File "tests/test_refused.py", line N, in checks
     assert not torch.isnan(y).any()
-  To log it, return it, and call .item() on what the module returns; for a branch, write torch.where.
+  To log it, return it; call .item() on what the module returns. For a branch or mask, write torch.where.
 
 aten._local_scalar_dense.default needs the values of a tensor, and a captured graph has none
   File "tests/test_refused.py", line N, in averages_all
     return m.norm(m.linear(x))
-  To log it, return it, and call .item() on what the module returns; for a branch, write torch.where.
+  To log it, return it; call .item() on what the module returns. For a branch or mask, write torch.where.
 
 the model's forward makes copies with copy.deepcopy
   File "tests/test_refused.py", line N, in copies

@@ -6,17 +6,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from networkx.utils import UnionFind
+from torch.fx import Node
 
 from sbpc.errors import LayoutError
-from sbpc.graph.operands import operands, value_of
-from sbpc.graph.repeats import runs
+from sbpc.graph.operands import operands, outputs_of, value_of
+from sbpc.graph.repeats import REPEATS, runs
 from sbpc.passes.assign.layout_problem import LayoutProblem
 from sbpc.plans.chunk import Assignment
 from sbpc.plans.plan import Plan
 from sbpc.solver import Bounder, Problem, Proof, certify, checked_bound, solve, total
 from sbpc.solver.fold import fold
 from sbpc.solver.problem import gap_of
+
+PARTS = torch.ops.aten.select.int, torch.ops.aten.slice.Tensor
 
 
 class Space(LayoutProblem):
@@ -139,6 +143,16 @@ class Space(LayoutProblem):
                 yield calls[place], (run.start, (place - run.start) % run.period)
 
     def token(self, at: int) -> tuple[Any, ...]:
-        """Returns what a call is and what its operands are, as far as that is the same in equal blocks."""
-        producers = map(value_of, operands(self.nodes[at]))
-        return id(self.tables[at]), *((id(self.tables[self.number[node]]), index) for node, index in producers)
+        """Returns what a call is and what its operands are, as far as that is the same in equal blocks: each may take
+        another part of a tensor, as time steps do, or another of many results."""
+        node = self.nodes[at]
+        producers = map(value_of, operands(node))
+        return self.kind(node), *(
+            (self.kind(node), index if outputs_of(node) < REPEATS else 0) for node, index in producers
+        )
+
+    def kind(self, node: Node) -> Any:
+        """Returns what a node is, in whichever place it takes a part."""
+        if node.target in PARTS:
+            return node.target, node.args[1:2], tuple(node.meta["val"].shape)
+        return id(self.tables[self.number[node]])

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from sbpc._compat import OpOverload
 from sbpc.graph.rewrite import Writer, permute, rewrite, view
+from sbpc.passes.canonicalize.bags import BAGS
 from sbpc.passes.canonicalize.foreach_ops import LISTS
 
 aten = torch.ops.aten
@@ -201,6 +202,7 @@ BY_WRITER: dict[Callable[..., Any], Sequence[str]] = {  # the default overloads 
     view: ["view", "_unsafe_view"],
 }
 REWRITES: dict[Any, Callable[..., Any]] = {
+    **BAGS,
     **LISTS,
     **{getattr(aten, name).default: write for write, names in BY_WRITER.items() for name in names},
     aten.add.Scalar: added,

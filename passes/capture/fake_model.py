@@ -204,7 +204,9 @@ def _check_request(module: nn.Module, loss: Any, targets: Sequence[Any], dtype: 
             "module."
         )
     if not callable(loss) and targets:
-        raise CaptureError("targets without a function as loss\n  Give the loss, or pass the targets as arguments.")
+        raise CaptureError(
+            "targets without a loss that takes them\n  Give a function, or pass the targets as arguments."
+        )
     if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
         raise CaptureError("the loss has parameters\n  Make the loss part of the module.")
 

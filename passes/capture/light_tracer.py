@@ -338,7 +338,7 @@ def run(func: Any, args: Any, kwargs: Any, stack: str) -> Any:
         out = func(*args, **kwargs)
     except DATA_DEPENDENT as error:
         what = f"{func} needs the values of a tensor, and a captured graph has none"
-        todo = "To log it, return it, and call .item() on what the module returns; for a branch, write torch.where."
+        todo = "To log it, return it; call .item() on what the module returns. For a branch or mask, write torch.where."
         raise user_error(what, stack, todo) from error
     except UnsupportedOperatorException as error:
         what = f"{func} does not say what it gives for tensors without values"

@@ -45,11 +45,11 @@ def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Saves the whole model as its class does on one device, with what that takes. Every rank calls this at the same
     point, and rank 0 writes; with `state_dict=`, which has whole tensors, rank 0 may call it alone."""
     whole, several = kwargs.get("state_dict") is not None, dist.is_initialized()
-    model = twin_of(self, {}) if whole else on_one_device(self)
+    model: Any = twin_of(self, {}) if whole else on_one_device(self)
     result = said = None
     try:
         if model is not None and not (several and dist.get_rank()):
-            result = type(model).save_pretrained(model, *args, **kwargs)  # type: ignore[operator]
+            result = model.save_pretrained(*args, **kwargs)
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         raise
