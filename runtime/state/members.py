@@ -52,6 +52,12 @@ def members_of(
             "  Save sbpc.full_state_dict(module), or checkpoints by sbpc.Checkpoints, and the plan by plan.save()."
         )
 
+    def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise PlanError(
+            f"a parallel {cls.__name__} does not generate: that calls parts of the model, with a cache that grows\n"
+            "  Save it by save_pretrained on all ranks, and generate by what from_pretrained reads there."
+        )
+
     clip_grad_norm_.__doc__ = CLIP
     running = torch.compiler.disable(forward, reason="sbpc has compiled it")
     running.__signature__ = signature  # type: ignore[attr-defined]
@@ -60,6 +66,7 @@ def members_of(
         if hasattr(cls, "save_pretrained")
         else {}
     )
+    own |= {"generate": generate} if hasattr(cls, "generate") else {}
     return own | {
         "forward": running,
         "step": torch.compiler.disable(step, reason="sbpc has compiled it"),

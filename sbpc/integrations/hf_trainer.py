@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import random
+import sys
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any
@@ -26,6 +27,8 @@ from sbpc.integrations.saving import install as install_saving
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.plan import Plan
 from sbpc.runtime.module import parallelize
+
+COMPACT = "_use_triton"  # what TRL asks whether it is to take positions out
 
 
 class _Called(BaseException):
@@ -72,8 +75,9 @@ def hf(trainer: Any, mesh: Mesh, *, data: str = "data", also: str = "auto:32", *
         return_loss_alone(trainer.model)
     faces = Faces(trainer.model)
     args, kwargs = first_call(trainer)
-    plan = planned(trainer.model, args, mesh, kwargs=kwargs, **options)
-    plan.another = faces.planning(plan.another)
+    with all_positions():
+        plan = planned(trainer.model, args, mesh, kwargs=kwargs, **options)
+    plan.another = all_positions()(faces.planning(plan.another))
     faces.show(parallelize(trainer.model, plan, also=also, device=trainer.args.device.type))
     trainer.accelerator.clip_grad_norm_ = clipping(trainer)
     install_saving(trainer, plan)
@@ -155,6 +159,21 @@ def first_call(trainer: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     raise PlanError(
         f"{type(trainer).__name__}.compute_loss does not call the model\n  Plan and parallelize it by hand."
     )
+
+
+@contextlib.contextmanager
+def all_positions() -> Iterator[None]:
+    """Has TRL score every position while this lasts. On GPUs it takes those with a label out, and how many these are
+    is a size that no plan knows."""
+    modules = [sys.modules.get(name) for name in ("trl.trainer.utils", "trl.kernels.chunked_logprob")]
+    before = {module: getattr(module, COMPACT) for module in modules if hasattr(module, COMPACT)}
+    for module in before:
+        setattr(module, COMPACT, lambda device: False)
+    try:
+        yield
+    finally:
+        for module, function in before.items():
+            setattr(module, COMPACT, function)
 
 
 @contextlib.contextmanager
