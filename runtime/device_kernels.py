@@ -57,7 +57,7 @@ def placed(gm: GraphModule, where: torch.device) -> GraphModule:
 
 def type_of(node: Node) -> torch.dtype:
     """Returns the type of what a collective sends: that of the last value before it of which a plan knows."""
-    while "val" not in node.meta:
+    while node.meta.get("val") is None:
         node = node.all_input_nodes[0]
     dtype: torch.dtype = node.meta["val"].dtype
     return dtype

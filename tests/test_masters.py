@@ -233,6 +233,38 @@ def test_state_dicts_are_in_the_types_of_the_model_and_checkpoints_hold_masters(
     assert run_ranks(stated, 2, plan, test, str(tmp_path)) == [[True, True, False, False]] * 2
 
 
+def build() -> nn.Module:
+    """A model that is made in bfloat16."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(HALF)
+    try:
+        return Net()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def started(plan: sbpc.Plan) -> list[bool]:
+    """On a rank: whether masters are what a constructor makes, and what a source of float32 weights gives."""
+    torch.manual_seed(0)
+    model = build()
+    with torch.device("meta"):
+        meta = build()
+    torch.manual_seed(0)
+    wide = {name: p.detach().float() + 1e-6 for name, p in model.named_parameters()}
+    modules = sbpc.parallelize(meta, plan, init=build), sbpc.parallelize(meta, plan, weights=wide.__getitem__)
+    wanted: tuple[dict[str, Tensor], ...] = (dict(model.named_parameters()), wide)
+    pairs = zip(modules, wanted)
+    return [
+        all(torch.equal(p.full_tensor(), known[name].float()) for name, p in each.named_parameters())  # type: ignore[operator]
+        for each, known in pairs
+    ]
+
+
+def test_masters_begin_as_what_a_constructor_makes_in_16_bits_or_as_weights_in_float32() -> None:
+    model, args = made(16)
+    assert run_ranks(started, 2, sbpc.plan(model, args, Mesh(d=2), pin={"*": "S(0)"})) == [[True, True]] * 2
+
+
 def moved(plan: sbpc.Plan, bare: sbpc.Plan, folder: str) -> Any:
     """On a rank: what a checkpoint of a model without masters is to one with masters, and the other way round."""
     model, args = made(16)

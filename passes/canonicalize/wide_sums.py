@@ -52,7 +52,9 @@ def masters_of(gm: GraphModule, options: Options) -> dict[str, str]:
     """Returns the parameters of a graph that are to have masters, see `Ports`: all that are trained in 16 bits, as
     `options.masters` says. Raises PlanError if they are asked for, and there are none."""
     known = gm.meta["ports"]
-    if known.masters or options.masters is False:  # which are there already
+    if known.masters and options.masters is False:
+        raise PlanError("this plan from a file has float32 masters\n  Plan the model anew with masters=False.")
+    if known.masters or options.masters is False:
         return {}
     trained = {port.name for port, _ in outputs(gm, GRADIENT)}
     held = {

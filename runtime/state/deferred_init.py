@@ -83,6 +83,8 @@ class Recorder(TorchDispatchMode):
         slots: tuple[Any, Any] = tree_map(self.slot, (args, kwargs))
         result = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if made and not reads and any(argument.name == "dtype" for argument in schema_of(func).arguments):
+            slots[1]["dtype"] = made[0].dtype  # which may be the default, and another one when it is replayed
         written = [
             storage_of(value)
             for argument, value in zip(schema_of(func).arguments, args)
