@@ -1,0 +1,100 @@
+"""Finds rows that stand group by group, as those of a mixture of experts, and writes what takes rows there and back as
+ops that know where the groups end, so that ranks may share the rows out by their groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sbpc.graph.expert_rows import GATHER, SCATTER
+from sbpc.graph.operands import ancestors, value_of
+from sbpc.graph.rewrite import Writer, drop_unused, mode_of
+from sbpc.rules.registry import match_of
+from sbpc.rules.shared_rows import PRODUCT, Key, Rows, grouped_rows
+
+aten = torch.ops.aten
+ZEROS = aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default
+
+
+def expert_rows(gm: GraphModule) -> GraphModule:
+    """Returns the graph with what takes rows into groups, and out of them, written as `gather_rows` and `scatter_rows`.
+
+    Before: a canonical graph. After: an index of one dim that takes whole rows to products of groups, or from there,
+    is one of these. Where groups end is computed before.
+    """
+    if all(node.target is not PRODUCT for node in gm.graph.nodes):
+        return gm
+    matches = {node: matched for node in gm.graph.nodes if (matched := match_of(node)) is not None}
+    return RowWriter(gm, grouped_rows(matches)).run()
+
+
+class RowWriter(Writer):
+    """The graph that is being written. rows: where they stand in groups, by value of the old graph."""
+
+    def __init__(self, gm: GraphModule, rows: dict[Key, Rows]) -> None:
+        super().__init__(mode_of(gm))
+        self.gm, self.rows = gm, rows
+
+    def run(self) -> GraphModule:
+        """Writes node by node."""
+        for node in self.gm.graph.nodes:
+            self.write(node)
+        drop_unused(self.graph)
+        return self.module(self.gm)
+
+    def write(self, node: Node) -> None:
+        """Writes a node, behind all that it reads then."""
+        if node in self:
+            return
+        moved = self.moved(node)
+        if moved is None:
+            self.keep(node)
+            return
+        op, args, ends, more = moved
+        before = ancestors([ends], self)
+        for used in self.gm.graph.nodes if ends not in self else ():
+            if used in before:
+                self.write(used)
+        self.about = node
+        self[node] = self.call(op, *(self[each] for each in (*args, ends)), *more)
+
+    def moved(self, node: Node) -> tuple[Any, tuple[Node, ...], Node, tuple[Any, ...]] | None:
+        """Returns the op that stands for an index into or out of groups, the operands that it takes of the old graph,
+        where groups end, and its further arguments."""
+        if node.target is aten.index.Tensor:
+            x, indices = node.args
+            placed, numbered, more = self.rows.get((node, 0)), self.rows.get(value_of(x)), ()
+            op, given = GATHER, x
+        elif node.target is aten.index_put.default and node.args[3:] == (True,) and node.args[0].target in ZEROS:
+            _, indices, values, _ = node.args
+            placed, numbered, more = (
+                self.rows.get(value_of(values)),
+                self.rows.get((node, 0)),
+                (node.meta["val"].shape[0],),
+            )
+            op, given = SCATTER, values
+        else:
+            return None
+        rows = placed or numbered
+        if rows is None or (placed and numbered) or rows.dim != 0 or not takes_rows(node, indices, given):
+            return None
+        if several(rows.ends[0]) or node in ancestors([rows.ends[0]]):
+            return None
+        return op, (given, indices[0]), rows.ends[0], (*more, placed is not None)
+
+
+def takes_rows(node: Node, indices: Any, values: Node) -> bool:
+    """Returns whether one index of numbers of one dim takes or adds whole rows, of the type of the result."""
+    index = indices[0].meta["val"] if len(indices) == 1 and indices[0] is not None else None
+    if index is None or index.dim() != 1 or index.dtype != torch.int64:
+        return False
+    made, given = node.meta["val"], values.meta["val"]
+    same = node.target is not aten.index_put.default or tuple(given.shape) == (len(index), *made.shape[1:])
+    return same and given.dim() > 0 and given.dtype == made.dtype
+
+
+def several(node: Node) -> bool:
+    """Returns whether a node has several results."""
+    return isinstance(node.meta["val"], (tuple, list))
