@@ -56,6 +56,16 @@ def share_rows(gm: GraphModule, known: dict[Any, Candidates]) -> None:
             set_candidates(node, known[key])
 
 
+def unshared(gm: GraphModule) -> GraphModule:
+    """Returns an annotated graph without the signatures of rows that ranks share out by their groups."""
+    result = rebuild(gm)
+    for node in result.graph.nodes:
+        if any(signature.ragged is not None for signature in node.meta.get("signatures", ())):
+            found = node.meta["candidates"]
+            set_candidates(node, replace(found, signatures=tuple(s for s in found.signatures if s.ragged is None)))
+    return result
+
+
 def lines_about_rules(gm: GraphModule) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns a line for each rule without a proof, and one for each other rule of the user's and each op that was
     taken apart."""

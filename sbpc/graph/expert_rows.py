@@ -28,12 +28,12 @@ LIBRARY.define(f"rows_by_number({ABOUT}, int held) -> (Tensor, Tensor, Tensor)")
 
 def gather_rows(x: Tensor, index: Tensor, ends: Tensor, by_place: bool) -> Tensor:
     """The rows of x with these numbers."""
-    return x.index_select(0, index)
+    return x[index]
 
 
 def scatter_rows(values: Tensor, index: Tensor, ends: Tensor, size: int, by_place: bool) -> Tensor:
     """So many rows, each the sum of the values whose index is its number."""
-    return values.new_zeros([size, *values.shape[1:]]).index_add_(0, index, values)
+    return values.new_zeros([size, *values.shape[1:]]).index_put_((index,), values, accumulate=True)
 
 
 def add_rows(values: Tensor, rows: Tensor, held: Tensor) -> Tensor:
