@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 import sbpc
@@ -17,14 +18,15 @@ from sbpc import Mesh
 from sbpc.errors import LayoutError
 from sbpc.graph.expert_rows import GATHER, SCATTER
 from sbpc.graph.rewrite import called
-from sbpc.mesh.layout import chunk
-from sbpc.mesh.states import Ragged, S, shards, whole
+from sbpc.mesh.layout import Layout, chunk
+from sbpc.mesh.states import Ragged, S, State, shards, whole
 from sbpc.rules import Signature, match
 from sbpc.rules.choices import Choice, local_sizes
 from sbpc.rules.match import Sharing
 from sbpc.rules.shared_rows import MOVES, PRODUCTS
 from sbpc.runtime.one_process.lockstep import lockstep
 from tests.compare import largest_error
+from tests.processes import run_ranks
 from tests.routed import ROUTINGS, Routed, batch
 
 R = Ragged
@@ -139,3 +141,44 @@ def test_plans_that_share_out_rows_equal_one_device_whatever_the_routing(sizes: 
     assert plan.verify() > 1000
     for routing in ROUTINGS:
         assert largest_error(plan, model, batch(routing)) <= 1e-10, routing
+
+
+def train(path: str, executor: str) -> list[float]:
+    """Losses of steps with other routings, of a plan on this rank; the last ones those of the weights."""
+    torch.manual_seed(0)
+    model = sbpc.parallelize(Routed().double(), sbpc.load(path), executor=executor)
+    return losses(model)
+
+
+def losses(model: torch.nn.Module) -> list[float]:
+    """Losses of Adam's steps, and sums of the weights behind them."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    found = []
+    for routing in ROUTINGS:
+        optimizer.zero_grad()
+        loss = model(*batch(routing))
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    weights = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters())
+    return [*found, *(float(p.detach().square().sum()) for p in weights)]
+
+
+@pytest.mark.parametrize("executor", ["code", "inductor"])
+def test_adam_steps_on_four_ranks_equal_one_process(tmp_path: Path, executor: str) -> None:
+    torch.manual_seed(0)
+    model = Routed().double()
+    plan = sbpc.plan(model, batch(), Mesh(a=2, b=2), pin={"experts*": "[S(0), S(0)]"})
+    assert any(state == R(0) for node in plan.graph.graph.nodes for state in states(node))
+    path = str(tmp_path / "routed.sbpc")
+    plan.save(path)
+    expected = losses(model)
+    for found in run_ranks(train, 4, path, executor):
+        assert isinstance(found, list), found
+        assert found == pytest.approx(expected, rel=1e-10)
+
+
+def states(node: Node) -> tuple[State, ...]:
+    """The states of a value."""
+    layout = node.meta.get("sbp")
+    return layout.states if isinstance(layout, Layout) else ()
