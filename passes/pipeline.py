@@ -27,7 +27,7 @@ from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Wishes
 from sbpc.passes.box import box
 from sbpc.passes.canonicalize.decompose import decompose
-from sbpc.passes.canonicalize.expert_rows import expert_rows
+from sbpc.passes.canonicalize.expert_rows import expert_rows, has_groups
 from sbpc.passes.canonicalize.lift import lift
 from sbpc.passes.canonicalize.normalize import normalize
 from sbpc.passes.canonicalize.wide_sums import wide_sums
@@ -166,7 +166,8 @@ def front(captured: GraphModule, stages: Stages) -> GraphModule:
     """Returns the annotated graph of a captured one."""
     gm = captured
     for name in FRONT:
-        gm = stages.run(name, gm)
+        if name != "experts" or has_groups(gm):
+            gm = stages.run(name, gm)
     return gm
 
 

@@ -27,6 +27,7 @@ from sbpc.rules.shared_rows import MOVES, PRODUCTS
 from sbpc.runtime.one_process.lockstep import lockstep
 from tests.compare import largest_error
 from tests.processes import run_ranks
+from tests.random_plans import random_plan
 from tests.routed import ROUTINGS, Routed, batch
 
 R = Ragged
@@ -141,6 +142,10 @@ def test_plans_that_share_out_rows_equal_one_device_whatever_the_routing(sizes: 
     assert plan.verify() > 1000
     for routing in ROUTINGS:
         assert largest_error(plan, model, batch(routing)) <= 1e-10, routing
+    drawn = [random_plan(plan, seed) for seed in range(6)]
+    assert sum(any(R(0) in states(node) for node in each.graph.graph.nodes) for each in drawn) > 1
+    for each in drawn:
+        assert largest_error(each, model, batch("one idle")) <= 1e-10
 
 
 def train(path: str, executor: str) -> list[float]:

@@ -24,10 +24,13 @@ def expert_rows(gm: GraphModule) -> GraphModule:
     Before: a canonical graph. After: an index of one dim that takes whole rows to products of groups, or from there,
     is one of these. Where groups end is computed before.
     """
-    if all(node.target is not PRODUCT for node in gm.graph.nodes):
-        return gm
     matches = {node: matched for node in gm.graph.nodes if (matched := match_of(node)) is not None}
     return RowWriter(gm, grouped_rows(matches)).run()
+
+
+def has_groups(gm: GraphModule) -> bool:
+    """Returns whether a graph has products of groups of rows."""
+    return any(node.target is PRODUCT for node in gm.graph.nodes)
 
 
 class RowWriter(Writer):
