@@ -38,7 +38,7 @@ def tabulate(
     table = laid_out(candidates, mesh, digits[legal], bits[legal])
     table = table.subset(may_run(table))
     if table.sharing.any():
-        table = table.subset([at for at in range(len(table)) if table.choice(at).shares_alone])
+        table = table.subset(np.array([table.choice(at).shares_alone for at in range(len(table))], dtype=bool))
     if not free:
         points = float(np.prod(tensors[len(table.ins)][1]))
         masks = cut_masks(factors, table.digits, [signature.ragged for signature in candidates.signatures])

@@ -3,7 +3,7 @@ ops that know where the groups end, so that ranks may share the rows out by thei
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -33,6 +33,16 @@ def has_groups(gm: GraphModule) -> bool:
     return any(node.target is PRODUCT for node in gm.graph.nodes)
 
 
+class Move(NamedTuple):
+    """The op that stands for an index into groups of rows or out of them: its operands in the old graph, where groups
+    end there, and its further arguments."""
+
+    op: Any
+    operands: tuple[Node, Node]
+    ends: Node
+    more: tuple[Any, ...]
+
+
 class RowWriter(Writer):
     """The graph that is being written. rows: where they stand in groups, by value of the old graph."""
 
@@ -55,37 +65,31 @@ class RowWriter(Writer):
         if moved is None:
             self.keep(node)
             return
-        op, args, ends, more = moved
-        before = ancestors([ends], self)
-        for used in self.gm.graph.nodes if ends not in self else ():
+        before = ancestors([moved.ends], self)
+        for used in self.gm.graph.nodes if moved.ends not in self else ():
             if used in before:
                 self.write(used)
         self.about = node
-        self[node] = self.call(op, *(self[each] for each in (*args, ends)), *more)
+        self[node] = self.call(moved.op, *(self[each] for each in (*moved.operands, moved.ends)), *moved.more)
 
-    def moved(self, node: Node) -> tuple[Any, tuple[Node, ...], Node, tuple[Any, ...]] | None:
-        """Returns the op that stands for an index into or out of groups, the operands that it takes of the old graph,
-        where groups end, and its further arguments."""
+    def moved(self, node: Node) -> Move | None:
+        """Returns what stands for an index of rows into groups or out of them; None for any other call."""
+        args: Any = node.args
         if node.target is aten.index.Tensor:
-            x, indices = node.args
-            placed, numbered, more = self.rows.get((node, 0)), self.rows.get(value_of(x)), ()
-            op, given = GATHER, x
-        elif node.target is aten.index_put.default and node.args[3:] == (True,) and node.args[0].target in ZEROS:
-            _, indices, values, _ = node.args
-            placed, numbered, more = (
-                self.rows.get(value_of(values)),
-                self.rows.get((node, 0)),
-                (node.meta["val"].shape[0],),
-            )
-            op, given = SCATTER, values
+            op, given, indices, more = GATHER, args[0], args[1], ()
+            placed, numbered = (node, 0), value_of(given)
+        elif node.target is aten.index_put.default and args[3:] == (True,) and args[0].target in ZEROS:
+            op, given, indices, more = SCATTER, args[2], args[1], (node.meta["val"].shape[0],)
+            placed, numbered = value_of(given), (node, 0)
         else:
             return None
-        rows = placed or numbered
-        if rows is None or (placed and numbered) or rows.dim != 0 or not takes_rows(node, indices, given):
+        known = [self.rows[key] for key in (placed, numbered) if key in self.rows]
+        if len(known) != 1 or known[0].dim != 0 or not takes_rows(node, indices, given):
             return None
-        if several(rows.ends[0]) or node in ancestors([rows.ends[0]]):
+        ends = known[0].ends[0]
+        if isinstance(ends.meta["val"], (tuple, list)) or node in ancestors([ends]):
             return None
-        return op, (given, indices[0]), rows.ends[0], (*more, placed is not None)
+        return Move(op, (given, indices[0]), ends, (*more, placed in self.rows))
 
 
 def takes_rows(node: Node, indices: Any, values: Node) -> bool:
@@ -96,8 +100,3 @@ def takes_rows(node: Node, indices: Any, values: Node) -> bool:
     made, given = node.meta["val"], values.meta["val"]
     same = node.target is not aten.index_put.default or tuple(given.shape) == (len(index), *made.shape[1:])
     return same and given.dim() > 0 and given.dtype == made.dtype
-
-
-def several(node: Node) -> bool:
-    """Returns whether a node has several results."""
-    return isinstance(node.meta["val"], (tuple, list))

@@ -49,11 +49,11 @@ def row_counts(counts: Tensor, most: int) -> list[int]:
 
 
 class Owners(NamedTuple):
-    """Where the numbers of each rank end; the index, counted from 0; by place the rank that holds it, and that which
-    holds the row whose number stands there."""
+    """Where the numbers of each rank end; the numbers of the index, from 0 on; by place the rank that holds it, and
+    that which holds the row whose number stands there."""
 
-    numbers: Tensor
-    index: Tensor
+    ends: Tensor
+    number: Tensor
     of_place: Tensor
     of_number: Tensor
 
@@ -115,10 +115,10 @@ def rows_by_number(
     if index.is_meta:
         return index.new_empty(most), index.new_empty(len(groups)), index.new_empty(held, dtype=torch.bool)
     found = owners(index, ends, groups, chunks, by_place, size)
-    first, last = torch.nn.functional.pad(found.numbers, (1, 0))[rank], found.numbers[rank]
+    first, last = torch.nn.functional.pad(found.ends, (1, 0))[rank], found.ends[rank]
     ours = found.of_number == rank
     marks = torch.empty(int(last - first), dtype=torch.bool, device=index.device)
-    return found.index[ours] - first, torch.bincount(found.of_place[ours], minlength=len(groups)), marks
+    return found.number[ours] - first, torch.bincount(found.of_place[ours], minlength=len(groups)), marks
 
 
 for function in (add_rows, gather_rows, row_counts, rows_by_number, rows_by_place, scatter_rows):
