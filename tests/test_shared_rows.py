@@ -20,6 +20,8 @@ from sbpc.graph.expert_rows import GATHER, SCATTER
 from sbpc.graph.rewrite import called
 from sbpc.mesh.layout import Layout, chunk
 from sbpc.mesh.states import Ragged, S, State, shards, whole
+from sbpc.plans import rank_programs
+from sbpc.plans.plan_file import decode
 from sbpc.rules import Signature, match
 from sbpc.rules.choices import Choice, local_sizes
 from sbpc.rules.match import Sharing
@@ -209,3 +211,19 @@ def test_what_is_sent_is_the_rows_that_go_elsewhere_and_memory_is_enough_for_any
         assert run.peak_memory <= plan.cost.memory["total"]
     assert sent == pytest.approx([sent[0]] * len(ROUTINGS), rel=1e-12)
     assert len({rows_sent(model, *batch(routing), 3) for routing in ROUTINGS}) > 2
+
+
+def test_files_formulas_and_pages_hold_plans_that_share_out_rows(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, args = Routed().double(), batch("one idle")
+    plan = sbpc.plan(model, batch(), Mesh(a=3, cluster="h100"), pin={"experts*": "S(0)", "_grouped_mm": "R(0)"})
+    assert plan.cost.subs() == pytest.approx(plan.cost.compute_seconds + plan.cost.comm_seconds)
+    numbers = {plan.cost.symbols[name]: number for name, number in plan.cost.numbers.items()}
+    assert float(plan.cost.bytes_expr["a"].xreplace(numbers)) == pytest.approx(plan.cost.bytes_sent["a"])
+    plan.save_page(tmp_path / "plan.html")
+    assert "where groups of rows end" in (tmp_path / "plan.html").read_text()
+    assert "[R(0)]" in str(plan.explain("_grouped_mm"))
+    plan.export(tmp_path / "programs.sbpc")
+    exported = rank_programs.decode(decode(tmp_path / "programs.sbpc"))
+    found, expected = (sbpc.simulate(each, model, args).gradients for each in (exported, plan))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -75,8 +75,9 @@ class RowWriter(Writer):
     def moved(self, node: Node) -> Move | None:
         """Returns what stands for an index of rows into groups or out of them; None for any other call."""
         args: Any = node.args
+        more: tuple[Any, ...] = ()
         if node.target is aten.index.Tensor:
-            op, given, indices, more = GATHER, args[0], args[1], ()
+            op, given, indices = GATHER, args[0], args[1]
             placed, numbered = (node, 0), value_of(given)
         elif node.target is aten.index_put.default and args[3:] == (True,) and args[0].target in ZEROS:
             op, given, indices, more = SCATTER, args[2], args[1], (node.meta["val"].shape[0],)
