@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
+from typing import Any
 
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
-from sbpc._compat import OpOverload
 from sbpc.errors import SbpcError, at_node
 from sbpc.graph.about import panel_remarks
 from sbpc.graph.operands import operands, outputs_of
 from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.states import P
-from sbpc.rules import match
 from sbpc.rules.choices import Candidates, of_match, of_replicated, of_stored
 from sbpc.rules.proof.user_rules import UNPROVED
+from sbpc.rules.registry import match_of
+from sbpc.rules.shared_rows import grouped_rows, shared
 from sbpc.rules.sum_types import ends_sums
 
 
@@ -28,7 +28,7 @@ def annotate(gm: GraphModule) -> GraphModule:
     loudly and quietly which rules are not sbpc's own.
     """
     result = rebuild(gm)
-    known: dict[int, Candidates] = {}
+    known: dict[Any, Candidates] = {}
     for node in result.graph.nodes:
         if node.op == "placeholder":
             set_candidates(node, of_stored(tuple(node.meta["val"].shape)))
@@ -38,7 +38,31 @@ def annotate(gm: GraphModule) -> GraphModule:
             annotate_call(node, known)
         elif node.op not in ("output", "call_function"):
             raise SbpcError(at_node(f"{node.op} nodes cannot be planned", node, "Capture the model anew."))
+    share_rows(result, known)
     result.meta["notes"], result.meta["remarks"] = lines_about_rules(result)
+    return result
+
+
+def share_rows(gm: GraphModule, known: dict[Any, Candidates]) -> None:
+    """Adds the signatures of rows that ranks share out by their groups. known: see `annotate_call`."""
+    matches = {node: node.meta["match"] for node in gm.graph.nodes if "match" in node.meta}
+    rows = grouped_rows(matches)
+    for node, matched in matches.items() if rows else ():
+        if more := tuple(shared(node, matched, rows)):
+            found = node.meta["candidates"]
+            key = id(found), more
+            if key not in known:
+                known[key] = replace(found, signatures=(*found.signatures, *more))
+            set_candidates(node, known[key])
+
+
+def unshared(gm: GraphModule) -> GraphModule:
+    """Returns an annotated graph without the signatures of rows that ranks share out by their groups."""
+    result = rebuild(gm)
+    for node in result.graph.nodes:
+        if any(signature.ragged is not None for signature in node.meta.get("signatures", ())):
+            found = node.meta["candidates"]
+            set_candidates(node, replace(found, signatures=tuple(s for s in found.signatures if s.ragged is None)))
     return result
 
 
@@ -67,14 +91,12 @@ def set_candidates(node: Node, candidates: Candidates) -> None:
     node.meta["signatures"] = candidates.signatures
 
 
-def annotate_call(node: Node, known: dict[int, Candidates]) -> None:
+def annotate_call(node: Node, known: dict[Any, Candidates]) -> None:
     """Matches one call with its rule. A call without one is replicated, and the plan's notes say what that costs.
 
     known: candidates by id of their match, which calls that are alike share.
     """
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    value = node.meta["val"]
-    matched = match(node.target, args, dict(kwargs), value) if isinstance(node.target, OpOverload) else None
+    matched = match_of(node)
     if matched is None:
         require_dense(node)
         return set_candidates(node, of_replicated(len(operands(node)), outputs_of(node)))

@@ -25,6 +25,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import chunk_sizes
 from sbpc.plans.timeline import is_awaited
 from sbpc.rules.choices import local_sizes
+from sbpc.rules.match import Sharing
 
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -125,8 +126,18 @@ class Localizer(Copies):
         args, kwargs = map_arg((node.args, dict(node.kwargs)), read)
         shifted = {factor: axes for factor, axes in choice.cuts().items() if factor in match.shifts}
         offsets = {factor: self.offset(match.sizes[factor], axes) for factor, axes in shifted.items()}
-        made = match.localize(self.call, args, kwargs, local, offsets)
+        made = match.localize(self.call, args, kwargs, local, offsets, self.sharing(choice.sharing))
         return self.described(made, node) if isinstance(made, Node) else tuple(made)
+
+    def sharing(self, axes: tuple[int, ...]) -> Sharing | None:
+        """Returns the ranks that share out rows over some axes."""
+        if not axes:
+            return None
+        sizes, rank = tuple(self.mesh.sizes[axis] for axis in axes), self.positions[axes[0]]
+        for axis in axes[1:]:
+            rank = self.call(aten.mul.Scalar, rank, self.mesh.sizes[axis])
+            rank = self.call(aten.add.Tensor, rank, self.positions[axis])
+        return Sharing(sizes, rank, self.mesh.group_name(axes))
 
     def replicated(self, node: Node) -> Node:
         """Writes an op without a rule. It may read strides."""

@@ -27,6 +27,7 @@ from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Wishes
 from sbpc.passes.box import box
 from sbpc.passes.canonicalize.decompose import decompose
+from sbpc.passes.canonicalize.expert_rows import expert_rows, has_groups
 from sbpc.passes.canonicalize.lift import lift
 from sbpc.passes.canonicalize.normalize import normalize
 from sbpc.passes.canonicalize.wide_sums import masters_of, wide_sums
@@ -78,6 +79,7 @@ PASSES = {
         Pass("normalize", normalize, verify_captured, "always"),
         Pass("decompose", decompose, verify_captured, "always"),
         Pass("lift", lift, verify_captured, "always"),
+        Pass("experts", expert_rows, verify_captured, "where there are products of groups of rows"),
         Pass("annotate", annotate, verify_annotated, "always"),
         Pass("slices", in_slices, verify_annotated, "where slices= is above 1, or None and `memory` is tight"),
         Pass("sums", wide_sums, verify_annotated, "where numbers have 16 bits, unless reduce= and masters= say no"),
@@ -97,7 +99,7 @@ PASSES = {
         Pass("localize", localize, verify_local, "always, for each class of ranks"),
     )
 }
-FRONT = ("normalize", "decompose", "lift", "annotate")
+FRONT = ("normalize", "decompose", "lift", "experts", "annotate")
 
 
 @dataclass
@@ -166,7 +168,8 @@ def front(captured: GraphModule, stages: Stages) -> GraphModule:
     """Returns the annotated graph of a captured one."""
     gm = captured
     for name in FRONT:
-        gm = stages.run(name, gm)
+        if name != "experts" or has_groups(gm):
+            gm = stages.run(name, gm)
     return gm
 
 

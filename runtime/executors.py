@@ -16,11 +16,15 @@ from torch.fx.graph import CodeGen
 
 from sbpc._compat import inductor_compile
 from sbpc.errors import NanError, PlanError, at_node, check_kinds
+from sbpc.graph.expert_rows import COUNTS
 from sbpc.graph.operands import ancestors, nodes_in
+from sbpc.mesh.layout import Layout
+from sbpc.mesh.states import Ragged
 from sbpc.rules.strides import laid_out
 from sbpc.runtime.pieces import in_pieces
 
 aten = torch.ops.aten
+log = logging.getLogger("sbpc")
 progress = logging.getLogger("sbpc.progress")
 BoxedFunction = Callable[[list[Tensor]], tuple[Any, ...]]
 Executor = Callable[[GraphModule], BoxedFunction]
@@ -91,9 +95,20 @@ def inductor(gm: GraphModule) -> BoxedFunction:
     on GPUs triton.
 
     Placeholders that the program returns, such as weights that are saved for the backward, go around the kernels:
-    Inductor would make a new view of each.
+    Inductor would make a new view of each. Its kernels are for fixed sizes: a program of which some are known as it
+    runs, as where ranks share out rows of experts, runs as generated code.
     """
+    if counts_rows(gm):
+        log.warning("a program counts its rows as it runs, so it runs as code, not by Inductor")
+        return code(gm)
     return in_pieces(kernels(gm), gm, compiled_later)
+
+
+def counts_rows(gm: GraphModule) -> bool:
+    """Returns whether sizes of a program's values are known as it runs."""
+    layouts = (node.meta.get("sbp") for node in gm.graph.nodes)
+    shared = any(isinstance(each, Layout) and any(isinstance(s, Ragged) for s in each.states) for each in layouts)
+    return shared or any(node.target is COUNTS for node in gm.graph.nodes)
 
 
 def compiled_later(piece: GraphModule) -> BoxedFunction:

@@ -7,6 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from sbpc.graph.expert_rows import GATHER, SCATTER
 from sbpc.graph.random_bits import BITS
 from sbpc.rules.proof.prove import STAND_INS, Case
 from sbpc.rules.strides import laid_out
@@ -271,6 +272,8 @@ def index() -> list[Case]:
     ]
     found += [
         case(aten.index_select.default, x(4, 7, 3), 1, y(7, 5)),
+        case(GATHER, x(7, 3), y(7, 5), ends(2, 5), True),
+        case(SCATTER, x(5, 3, 2), y(7, 5), ends(2, 7), 7, False),
         case(aten.index_add.default, x(4, 7, 3), 1, y(7, 5), x(4, 5, 3), alpha=2),
     ]
     for op in (

@@ -15,7 +15,7 @@ from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, MUTATION, 
 from sbpc.mesh.layout import broadcast
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish
-from sbpc.mesh.states import B, P, State
+from sbpc.mesh.states import B, P, Ragged, State
 from sbpc.passes.assign.wishes import output_wishes, placeholder_wishes
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.recompute import blocks_of, recompute
@@ -63,11 +63,15 @@ def draw(gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], generator: ran
     nodes = [node for node in gm.graph.nodes if "candidates" in node.meta]
     known: dict[Choice, Choice] = {}  # equal ones are one object, as in a plan of the solver
     drawn: dict[str, Choice] = {}
+    shared = rows_shared(nodes, mesh, generator.choice(mesh.runs())) if generator.random() < 0.5 else {}
     for node in nodes:
         sums: tuple[State, ...] = ()
         if begins_sums(node):  # what it reads is not summed before
             producer, index = value_of(operands(node)[0])
             sums = drawn[producer.name].output(index, mesh.axes).states
+        if node in shared:
+            drawn[node.name] = shared[node]
+            continue
         drawn[node.name] = draw_choice(node, mesh, wishes.get(node.name), generator, sums)
     choices = {name: known.setdefault(choice, choice) for name, choice in drawn.items()}
     homes = {(port.kind, port.name): choices[node.name].output(0, mesh.axes) for port, node in placeholders(gm).items()}
@@ -90,8 +94,21 @@ def draw(gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], generator: ran
         dims = (value[index] if isinstance(value, (tuple, list)) else value).dim()
         plain = [layout for layout in layouts(dims, mesh.axes, partial=False)]
         alias = generator.choice([source, generator.choice(plain)])
+        if any(isinstance(state, Ragged) for state in source.states):
+            alias = source
         aliases[producer.name, index] = source if any(map(begins_sums, read[producer, index])) else alias
     return Assignment(choices, aliases, outputs)
+
+
+def rows_shared(nodes: list[Node], mesh: Mesh, axes: tuple[int, ...]) -> dict[Node, Choice]:
+    """The choices in which these axes share out rows by their groups, and the others have all; none if one is not legal."""
+    found, ranks = {}, range(len(mesh.axes))
+    for node in nodes:
+        whole, *others = node.meta["candidates"].signatures
+        for each in (each for each in others if each.ragged is not None):
+            found[node] = Choice(tuple(each if axis in axes else whole for axis in ranks), tuple(ranks))
+    legal = all(node.meta["candidates"].legal(choice, mesh.sizes) for node, choice in found.items())
+    return found if legal else {}
 
 
 def draw_choice(
@@ -102,14 +119,15 @@ def draw_choice(
     sums: by axis the state of an operand that is read as a partial sum where it is one.
     """
     candidates = node.meta["candidates"]
-    free = [[s for s in candidates.signatures if (s.inputs == (P,)) == (state == P)] for state in sums]
+    every = [s for s in candidates.signatures if s.ragged is None]
+    free = [[s for s in every if (s.inputs == (P,)) == (state == P)] for state in sums]
     for _ in range(200):
-        signatures = tuple(map(generator.choice, free or [candidates.signatures] * len(mesh.axes)))
+        signatures = tuple(map(generator.choice, free or [every] * len(mesh.axes)))
         order = tuple(generator.sample(range(len(mesh.axes)), len(mesh.axes)))
         choice = Choice(signatures, order)
         if candidates.legal(choice, mesh.sizes) and (wish is None or wish.admits(choice.output(0, mesh.axes))):
             return choice
-    first = tuple(each[0] for each in free or [candidates.signatures] * len(mesh.axes))
+    first = tuple(each[0] for each in free or [every] * len(mesh.axes))
     return Choice(first, tuple(range(len(mesh.axes))))
 
 

@@ -285,6 +285,8 @@ def sent_at_least(mesh: Mesh, axes: tuple[int, ...], kind: str, block: float) ->
         float(mesh.nodes(axes, math.prod(mesh.sizes[at] for at in axes))),
     )
     _, bandwidth, _ = mesh.link(axes, kind)
+    if kind == "dispatch":  # its block is all rows of a rank
+        return sent_at_least(mesh, axes, "all_to_all", block / ranks)
     if nodes == 1:  # a switch adds up: of an all_reduce each rank sends all it has once
         return (block if kind == "all_reduce" else (ranks - 1) * block) / bandwidth
     there = ranks / nodes

@@ -331,3 +331,11 @@ def test_mesh_of_four_axes_uneven_and_in_any_order_of_splits() -> None:
             at = plan.mesh.coordinates(rank)
             assert part.shape == layout.local_shape(tensor.shape, plan.mesh.sizes, at)
             assert torch.equal(part, layout.shard(tensor, plan.mesh.sizes, at))
+
+
+def test_rows_that_two_axes_cut_unevenly_begin_where_they_do() -> None:
+    """Of 5 rows over 2 and 2 ranks three ranks have one, at 2, 3 and 4: a shape that is equal, and steps that are not."""
+    model, tokens = nn.Embedding(5, 4), (torch.arange(20) % 5).view(4, 5)
+    pins = {"weight": "S(0)@a>b", "embedding": "[P, P]", "embedding_dense_backward": "[S(0), S(0)]"}
+    plan = check(model, (tokens,), Mesh(a=2, b=2), plans=0, pin=pins)
+    assert len({plan.chunk.shape_class(rank) for rank in range(4)}) == 3

@@ -10,7 +10,15 @@ import numpy as np
 
 from sbpc.mesh.layout_codes import ORDERS, WHOLE, order_bits, pairs, states_of
 from sbpc.mesh.mesh import Mesh
-from sbpc.passes.assign.label_tables import Table, Tensors, call_seconds, codes_of, cut_masks, legal_labels
+from sbpc.passes.assign.label_tables import (
+    Table,
+    Tensors,
+    call_seconds,
+    codes_of,
+    cut_masks,
+    dispatch_seconds,
+    legal_labels,
+)
 from sbpc.passes.assign.two_phase_tables import may_run, two_phase_seconds
 from sbpc.rules import Match
 from sbpc.rules.choices import Candidates
@@ -29,9 +37,13 @@ def tabulate(
     legal = legal_labels(candidates, cut_masks(factors, digits), bits, mesh.sizes)
     table = laid_out(candidates, mesh, digits[legal], bits[legal])
     table = table.subset(may_run(table))
+    if table.sharing.any():
+        table = table.subset(np.array([table.choice(at).shares_alone for at in range(len(table))], dtype=bool))
     if not free:
         points = float(np.prod(tensors[len(table.ins)][1]))
-        seconds = call_seconds(match, cut_masks(factors, table.digits), tensors, table.ports, points, mesh)
+        masks = cut_masks(factors, table.digits, [signature.ragged for signature in candidates.signatures])
+        seconds = call_seconds(match, masks, tensors, table.ports, points, mesh)
+        seconds = seconds + dispatch_seconds(match, table.sharing, tensors, table.ports, mesh)
         two_phase = table.two_phase
         if two_phase.any():
             seconds[two_phase] = two_phase_seconds(table.subset(two_phase), tensors)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from sbpc.graph.expert_rows import MESSAGE
+from sbpc.mesh.collectives import DISPATCH
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.layout_codes import decode, elements, joined, sorted_axes, state_code
 from sbpc.mesh.mesh import Mesh
@@ -55,6 +57,11 @@ class Table:
         if phases is None:
             return np.zeros(len(self), dtype=bool)
         return np.array([phases.apart([s]) for s in self.candidates.signatures])[self.digits].any(1)
+
+    @property
+    def sharing(self) -> Array:
+        """Which axes share out rows by their groups, [labels, axes]."""
+        return np.array([signature.ragged is not None for signature in self.candidates.signatures])[self.digits]
 
     def choice(self, label: int) -> Choice:
         """Returns what the label stands for."""
@@ -103,10 +110,11 @@ def codes_of(states: Sequence[State], digits: Array, bits: Array) -> Array:
     return joined(np.array([state_code(state) for state in states])[digits], bits)
 
 
-def cut_masks(factors: Sequence[str | None], digits: Array) -> dict[str, Array]:
-    """Returns, by factor and label, the axes that cut it, as bits. factors: by digit the factor that it cuts."""
-    bit = np.arange(digits.shape[1])
-    cut = {factor: np.array([other == factor for other in factors]) for factor in factors if factor is not None}
+def cut_masks(factors: Sequence[str | None], digits: Array, shared: Sequence[str | None] = ()) -> dict[str, Array]:
+    """Returns, by factor and label, the axes that cut it, as bits. factors: by digit the factor that it cuts; shared:
+    likewise the one whose rows it shares out, where that counts."""
+    bit, both = np.arange(digits.shape[1]), [pair for pair in itertools.zip_longest(factors, shared)]
+    cut = {f: np.array([f in pair for pair in both]) for pair in both for f in pair if f is not None}
     return {factor: (which[digits].astype(np.int64) << bit).sum(1) for factor, which in cut.items()}
 
 
@@ -150,9 +158,30 @@ def call_seconds(
         flops, form = match.flops(local), match.shape(local, {f: mask != 0 for f, mask in masks.items()})
     bytes_moved = np.zeros(labels)
     for (itemsize, shape), codes in zip(tensors, ports):
-        bytes_moved += itemsize * elements(codes, shape, mesh.sizes)
+        bytes_moved += itemsize * elements(codes, shape, mesh.sizes, True)
     seconds = mesh.cluster.kernel_seconds("" if match is None else str(match.op), flops, bytes_moved, form)
     return np.broadcast_to(seconds, (labels,)).astype(float)
+
+
+def dispatch_seconds(
+    match: Match | None, sharing: Array, tensors: Tensors, ports: Sequence[Array], mesh: Mesh
+) -> Array:
+    """Returns the seconds, by label, in which a call sends rows to the ranks of their groups, or back.
+
+    sharing: by label the axes that share out rows. Each rank is taken to get as many as the others.
+    """
+    found = np.zeros(len(sharing))
+    if match is None or match.op not in MESSAGE:
+        return found
+    at = MESSAGE[match.op]
+    (itemsize, shape), codes = tensors[at], ports[at]
+    for row in np.unique(sharing, axis=0):
+        labels = (sharing == row).all(1) if row.any() else np.zeros(len(sharing), dtype=bool)
+        if labels.any():
+            lines, least = mesh.lines(np.flatnonzero(row).tolist(), DISPATCH)
+            block = itemsize * elements(codes[labels], shape, mesh.sizes, True)
+            found[labels] = np.maximum(np.min([start + each * block for start, each in lines], axis=0), least)
+    return found
 
 
 def local_size(size: int, masks: Array, sizes: Sequence[int]) -> Array:

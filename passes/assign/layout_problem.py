@@ -122,7 +122,7 @@ class LayoutProblem:
         """Returns the table that `tabulate` makes of `what`; if the problem is one with other weights, from its table,
         unless its seconds are those of links, too."""
         other: Table | None = None if self.same_layouts is None else self.same_layouts.known.get(key)
-        if other is None or self.part is None or other.two_phase.any():
+        if other is None or self.part is None or other.two_phase.any() or other.sharing.any():
             return tabulate(*what)
         return replace(other, mesh=self.mesh, seconds=self.part * other.seconds)
 

@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from sbpc.mesh.layout_codes import WHOLE, elements, states_of
+from sbpc.mesh.layout_codes import RAGGED, elements, states_of
 from sbpc.passes.assign.label_tables import Table, Tensors
 from sbpc.passes.assign.two_phase_tables import two_phase_bytes
 
@@ -51,7 +51,7 @@ def local_bytes(table: Table, place: Place, tensors: Tensors) -> np.ndarray:
     size = itemsize * elements(codes, shape, sizes)
     if kind in (PlaceKind.OUTPUT, PlaceKind.OPERAND):
         return size
-    cut = (states_of(codes, len(sizes)) < WHOLE) | (np.array(sizes) == 1)
+    cut = (states_of(codes, len(sizes)) < RAGGED) | (np.array(sizes) == 1)
     return np.where(cut.all(1) == (kind is PlaceKind.FULLY_SPLIT), size, 0.0)
 
 

@@ -21,7 +21,7 @@ from sbpc.graph.ports import BUFFER, INPUT, OUTPUT, PARAMETER, TANGENT, placehol
 from sbpc.mesh.layout_codes import decode
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish, both, exactly, layout_of_rows, leaves_with_rows, parse_layout, resolve_pins
-from sbpc.mesh.states import Split
+from sbpc.mesh.states import Axes, Split
 from sbpc.passes.assign.expert_schemes import EXPERTS, expert_wishes
 from sbpc.passes.assign.expert_structure import Model
 from sbpc.plans.options import Layouts, Options
@@ -80,6 +80,17 @@ def expert_alternatives(
     for name in EXPERTS:
         with suppress(PinError, PlanError):
             yield with_recomputed(gm, both(asked, scheme_of(gm, mesh, name, model, whole is not None), mesh))
+    for axes in mesh.runs():
+        with suppress(PinError):
+            if found := sharing(gm, axes):
+                yield both(asked, found, mesh)
+
+
+def sharing(gm: GraphModule, axes: Axes) -> dict[str, Wish]:
+    """Returns the wishes that axes share out rows by their groups wherever these are known: it pays if all do."""
+    calls = ((node, s) for node in gm.graph.nodes for s in node.meta.get("signatures", ()) if s.ragged is not None)
+    reason = "rows shared out by their groups"
+    return {node.name: Wish(tuple((axis, s.outputs[0]) for axis in axes), reason=reason) for node, s in calls}
 
 
 def scheme_of(gm: GraphModule, mesh: Mesh, name: str, model: Model, copied: bool) -> dict[str, Wish]:

@@ -34,7 +34,7 @@ from sbpc.mesh.cluster import Cluster, Rate
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish, both, exactly
 from sbpc.mesh.states import Partial, Split, chunk_sizes
-from sbpc.passes.annotate import annotate
+from sbpc.passes.annotate import annotate, unshared
 from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Wishes, wishes
@@ -74,8 +74,9 @@ def boxed_for(
     """Returns the boxed graph in which the ranks of `mesh` are the micro-batches. Raises an error of this kind if
     there is none.
 
-    more: wishes besides those that are requested.
+    more: wishes besides those that are requested. Micro-batches share out no rows: each has those of its own tokens.
     """
+    gm = unshared(gm)
     try:
         asked = wishes(gm, mesh, options)
         assignment, _ = Space(gm, mesh, both(asked.nodes, more, mesh), asked.outputs).solve()

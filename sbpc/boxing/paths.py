@@ -16,9 +16,9 @@ from sbpc.boxing.shortest_paths import Edges
 from sbpc.boxing.steps import Kind, Step, all_layouts, all_steps
 from sbpc.errors import LayoutError
 from sbpc.mesh.layout import Layout, cut
-from sbpc.mesh.layout_codes import NAMES, SUM, WHOLE, Array, decode, encode, joined, states_of
+from sbpc.mesh.layout_codes import NAMES, RAGGED, SUM, WHOLE, Array, decode, encode, joined, states_of
 from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.states import Numbers, Partial, Shape
+from sbpc.mesh.states import Numbers, Partial, Ragged, Shape
 
 CLOSE = 1e-12  # two sums of the same costs in another order differ by less than this fraction
 
@@ -71,15 +71,17 @@ def closure(codes: Array, shape: Numbers, itemsize: int, mesh: Mesh, sums: str |
     is none. sums: see `STEPS`."""
     count = len(mesh.axes)
     states = states_of(codes, count)
-    if ((states < WHOLE) & (states >= len(shape))).any():
+    if ((states < RAGGED) & (states >= len(shape))).any():
         raise LayoutError(f"a layout that splits dim {len(shape)} or above of {tuple(shape)}\n  Split one of its dims.")
     matrix = np.full((len(codes), len(codes)), np.inf)
+    shared = ((states >= RAGGED) & (states < WHOLE)).any(1)  # which no boxing changes
+    matrix[shared, shared] = 0.0
     kinds = np.where(states > SUM, states, 0)
     for kind in np.unique(kinds, axis=0):
         extremes = tuple(NAMES.get(int(code)) for code in kind)
         prices = _prices(extremes, alike(shape, mesh), itemsize, mesh, sums)
-        sources = np.flatnonzero((kinds == kind).all(1))
-        columns = np.flatnonzero(((kinds == kind) | (kinds == 0)).all(1))
+        sources = np.flatnonzero((kinds == kind).all(1) & ~shared)
+        columns = np.flatnonzero(((kinds == kind) | (kinds == 0)).all(1) & ~shared)
         starts, ends = prices.graph.at(codes[sources]), prices.graph.at(codes[columns])
         matrix[np.ix_(sources, columns)] = prices.rows(starts.tolist())[:, ends]
     return matrix
@@ -101,6 +103,8 @@ def _check(layout: Layout, shape: Shape, mesh: Mesh) -> None:
     if layout.axes != mesh.axes:
         over = ", ".join(layout.axes)
         raise LayoutError(f"layout {layout} over {over} on {mesh}\n  Give a layout over the axes of the mesh.")
+    if any(isinstance(state, Ragged) for state in layout.states):
+        raise LayoutError(f"no boxing leads from or to {layout}\n  Only ops that take rows to experts and back do.")
     if layout.cuts and max(layout.cuts) >= len(shape):
         raise LayoutError(f"layout {layout} of a tensor with {len(shape)} dims\n  Split one of its dims.")
 

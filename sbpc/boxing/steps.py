@@ -22,6 +22,7 @@ from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.layout_codes import (
     EXTREMES,
     ORDERS,
+    RAGGED,
     SUM,
     WHOLE,
     Array,
@@ -158,7 +159,7 @@ def all_layouts(rank: int, extremes: Sequence[str | None]) -> tuple[Array, Array
 
     extremes: by axis "max" or "min" where it may hold such partial results too.
     """
-    choices = [(*range(rank), WHOLE, SUM, *((EXTREMES[op],) if op else ())) for op in extremes]
+    choices = [(*range(min(rank, RAGGED)), WHOLE, SUM, *((EXTREMES[op],) if op else ())) for op in extremes]
     rows = np.array(list(itertools.product(*choices)))
     cut = np.where(rows < WHOLE, rows, -1).tolist()
     bits = [orders(tuple(row)) for row in cut]
@@ -180,7 +181,7 @@ def all_steps(rank: int, states: Array, bits: Array, sums: str | None = None) ->
     for length, first in ((n, at) for n in range(1, count + 1) for at in range(count - n + 1)):
         axes, before = tuple(range(first, first + length)), states[:, first]
         free = may_leave(states, bits, axes)
-        for target in (*range(rank), WHOLE, SUM):
+        for target in (*range(min(rank, RAGGED)), WHOLE, SUM):
             possible = free & (before != target)
             if target == SUM:
                 possible &= (before < SUM) & (length == 1)

@@ -209,8 +209,8 @@ def parts(sizes: Mapping[str, float], unit: str) -> list[tuple[str, str, float]]
 
 
 def chip_of(state: str) -> str:
-    """Returns the class of a state: a hue by dim, or that of B or P."""
-    if state.startswith("S("):
+    """Returns the class of a state: a hue by dim that is cut, or that of B or P."""
+    if state.startswith(("S(", "R(")):
         return f"s{int(state[2:-1]) % HUES}"
     return "p" if state.startswith("P") else "b"
 
@@ -357,6 +357,7 @@ def legend(rows: Sequence[ValueRow]) -> list[tuple[str, str]]:
     """Returns the states that occur, with what they mean."""
     states = {state for row in rows for state in (*row.states, *(before for _, before in row.moved))}
     meaning = {"S": "split on dim {}", "B": "whole on every rank", "P": "a partial {} on every rank"}
+    meaning["R"] = "cut on dim {} where groups of rows end"
     ordered = sorted(states, key=lambda state: (state[0] != "S", state))
     return [(state, meaning[state[0]].format(state[2:-1] or "sum")) for state in ordered]
 

@@ -186,7 +186,13 @@ def drawn(row: ValueRow, y: float, columns: dict[str, float], mesh: Mesh, most: 
 def chip(x: float, state: str) -> Chip:
     """Returns the chip of a state: a hue per dim, grey for B, red for P."""
     dim = state[2:-1]
-    hue = f"s{int(dim) % HUES}" if state.startswith("S") and dim.isdigit() else "p" if state.startswith("P") else "b"
+    hue = (
+        f"s{int(dim) % HUES}"
+        if state.startswith(("S", "R")) and dim.isdigit()
+        else "p"
+        if state.startswith("P")
+        else "b"
+    )
     return Chip(x, CHIP, state.replace("P(", "").removesuffix(")") if state.startswith("P(") else state, hue)
 
 

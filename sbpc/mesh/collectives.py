@@ -21,8 +21,13 @@ WIRE: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
     "all_to_all": lambda p, n: (p - 1, (p - 1) * n),
     "all_reduce": lambda p, n: (2 * (p - 1), 2 * (p - 1) * n / p),
     "exchange": lambda p, n: (p - 1, (p - 1) * n),
+    "dispatch": lambda p, n: (p - 1, (p - 1) * n / p),
 }
-CARRIERS = {"exchange": "all_to_all"}  # what sends for a step that is no collective of a library itself
+DISPATCH = "dispatch"  # of rows to the ranks of their groups, or back; the block is all rows of a rank
+CARRIERS = {
+    "exchange": "all_to_all",
+    DISPATCH: "all_to_all",
+}  # what sends for a step that is no collective of a library itself
 GATHERS = "all_gather", "reduce_scatter"
 Line = tuple[float, float]  # seconds of a message of no bytes, and seconds more for each byte of its block
 Lines = tuple[Line, ...]  # of which the cheapest counts: another one for each range of sizes
@@ -33,6 +38,11 @@ def ring(collective: str, p: Any, n: Any) -> tuple[Any, Any, Any, Any]:
     rounds, blocks = WIRE[collective](p, 1)
     across = (2 if collective == "all_reduce" else 1) * (n - 1)
     return rounds - across, across, blocks, blocks
+
+
+def direct(p: Any, n: Any, parts: Any) -> tuple[Any, Any, Any, Any]:
+    """To every other rank one of so many parts of the block."""
+    return p / n - 1, p - p / n, (p / n - 1) / parts, p / n * (p - p / n) / parts
 
 
 # By algorithm: for which collectives; then of p ranks on n nodes the hops of a message inside nodes and across, the
@@ -51,7 +61,7 @@ ALGORITHMS: dict[str, tuple[tuple[str, ...], Callable[[str, Any, Any], tuple[Any
     "nvls": (("all_reduce",), lambda _, p, n: (1, 0, 1 + 1 / p, 0)),
     "nvls_tree": (("all_reduce",), lambda _, p, n: (1, 2 * log2(n), 1 + n / p, smallest(2, n - 1))),
     "pat": (GATHERS, lambda _, p, n: (p, log2(n), 0, p - 1)),
-    "direct": (("all_to_all", "exchange"), lambda _, p, n: (p / n - 1, p - p / n, p / n - 1, p / n * (p - p / n))),
+    "direct": (("all_to_all", "exchange", DISPATCH), lambda name, p, n: direct(p, n, p if name == DISPATCH else 1)),
 }
 INSIDE, ALONE, TOGETHER, ACROSS = PLACES = "inside", "alone", "together", "across"
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sbpc.errors import LayoutError, check_kinds, shown
-from sbpc.mesh.states import Axes, B, Names, Numbers, Partial, Shape, Split, State, parse_state, shards, whole
+from sbpc.mesh.states import Axes, B, Names, Numbers, Partial, Ragged, Shape, Split, State, parse_state, shards, whole
 
 STATES = {*get_args(State)}
 
@@ -83,6 +83,10 @@ class Layout:
             assert isinstance(state, Split)
             found[state.dim] = (*found.get(state.dim, ()), axis)
         return found
+
+    def shared(self, dim: int) -> Axes:
+        """Returns the axes that cut a dim or share out its rows."""
+        return (*self.cuts.get(dim, ()), *(axis for axis, state in enumerate(self.states) if state == Ragged(dim)))
 
     def replace(self, changes: dict[int, State]) -> Layout:
         """Returns this layout with other states on some axes; an axis that splits anew cuts last."""

@@ -1,7 +1,7 @@
 """Layouts as integers, so that arrays of them can be made, compared and counted without an object for each.
 
-Four bits per mesh axis say its state: the dim of a split, or one of B, P, P(max), P(min). Above them stands one bit per
-pair of axes, set where both cut the same dim and the later axis of the mesh cuts first.
+Four bits per mesh axis say its state: the dim of a split, R(0) or R(1), or one of B, P, P(max), P(min). Above them
+stands one bit per pair of axes, set where both cut the same dim and the later axis of the mesh cuts first.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 
 from sbpc.errors import LayoutError
 from sbpc.mesh.layout import Layout, cut
-from sbpc.mesh.states import Axes, B, Broadcast, Numbers, Partial, Split, State
+from sbpc.mesh.states import Axes, B, Broadcast, Numbers, Partial, Ragged, Split, State
 
 Array = np.ndarray
-WHOLE, SUM = 12, 13
+RAGGED, WHOLE, SUM = 10, 12, 13  # those below RAGGED are splits
 EXTREMES = {"sum": SUM, "max": 14, "min": 15}
 NAMES = {code: op for op, code in EXTREMES.items()}
 ORDERS = 16  # where the bits of the pairs begin
@@ -30,11 +30,13 @@ def pairs(axes: int) -> tuple[tuple[int, int], ...]:
 
 
 def state_code(state: State) -> int:
-    """The four bits of a state. Raises LayoutError for a dim above 11."""
+    """The four bits of a state. Raises LayoutError for a split of a dim above 9."""
     if isinstance(state, Split):
-        if state.dim >= WHOLE:
-            raise LayoutError(f"a split of dim {state.dim}\n  Split one of the first {WHOLE} dims.")
+        if state.dim >= RAGGED:
+            raise LayoutError(f"a split of dim {state.dim}\n  Split one of the first {RAGGED} dims.")
         return state.dim
+    if isinstance(state, Ragged):
+        return RAGGED + state.dim
     return WHOLE if isinstance(state, Broadcast) else EXTREMES[state.op]
 
 
@@ -42,7 +44,7 @@ def joined(states: Array, order: Array) -> Array:
     """Codes of layouts: states [layouts, axes], order [layouts] bits of pairs, of which those that matter are kept."""
     codes = (states << np.arange(0, 4 * states.shape[1], 4)).sum(1)
     for bit, (a, b) in enumerate(pairs(states.shape[1])):
-        same = (states[:, a] == states[:, b]) & (states[:, a] < WHOLE)
+        same = (states[:, a] == states[:, b]) & (states[:, a] < RAGGED)
         codes |= np.where(same, order & (1 << bit), 0) << ORDERS
     return codes
 
@@ -85,15 +87,24 @@ def decode(code: int, axes: tuple[str, ...]) -> Layout:
     """
     count = len(axes)
     numbers = [code >> 4 * axis & 15 for axis in range(count)]
-    states = tuple(Split(n) if n < WHOLE else B if n == WHOLE else Partial(NAMES[n]) for n in numbers)
     order: list[int] = []
-    for dim in sorted({n for n in numbers if n < WHOLE}):
+    for dim in sorted({n for n in numbers if n < RAGGED}):
         order += sorted_axes([axis for axis in range(count) if numbers[axis] == dim], code >> ORDERS, count)
-    return Layout(axes, states, tuple(order))
+    return Layout(axes, tuple(map(state_of, numbers)), tuple(order))
 
 
-def elements(codes: Array, shape: Numbers, sizes: Numbers) -> Array:
-    """The elements that the rank at coordinates 0 holds of a tensor of `shape` in each layout."""
+def state_of(number: int) -> State:
+    """The state of four bits."""
+    if number < WHOLE:
+        return Split(number) if number < RAGGED else Ragged(number - RAGGED)
+    return B if number == WHOLE else Partial(NAMES[number])
+
+
+def elements(codes: Array, shape: Numbers, sizes: Numbers, expected: bool = False) -> Array:
+    """The elements that the rank at coordinates 0 holds of a tensor of `shape` in each layout. expected: where rows are
+    shared out by their groups, of as many rows as on other ranks; else all may be its own."""
     states, axes = states_of(codes, len(sizes)).T, range(len(sizes))
+    if expected:
+        states = np.where((states >= RAGGED) & (states < WHOLE), states - RAGGED, states)
     ranks = [np.where(states == dim, np.array(sizes)[:, None], 1) for dim in range(len(shape))]
     return math.prod((cut(size, axes, by_axis) for size, by_axis in zip(shape, ranks)), start=np.ones(len(codes)))

@@ -1,4 +1,4 @@
-"""Split, Broadcast and Partial: what one tensor is over one mesh axis, defined by `shards` and `whole`.
+"""Split, Broadcast, Partial and Ragged: what one tensor is over one mesh axis, defined by `shards` and `whole`.
 
 The states are OneFlow's (Yuan et al. 2021, "OneFlow: Redesign the Distributed Deep Learning Framework from Scratch").
 Everything else in this project is measured against the two functions of this file.
@@ -6,6 +6,7 @@ Everything else in this project is measured against the two functions of this fi
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -66,7 +67,24 @@ class Partial:
     __repr__ = __str__
 
 
-State = Split | Broadcast | Partial
+@dataclass(frozen=True)
+class Ragged:
+    """`R(dim)`: places on dim `dim`, as the rows of experts, stand group by group, and rank r holds those of its chunk
+    of the groups. Where groups end is data. What stands behind the last group is the last rank's.
+
+    >>> [part.tolist() for part in shards(torch.arange(6), Ragged(0), 2, ends=torch.tensor([1, 1, 4]))]
+    [[0], [1, 2, 3, 4, 5]]
+    """
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"R({self.dim})"
+
+    __repr__ = __str__
+
+
+State = Split | Broadcast | Partial | Ragged
 S = Split
 B = Broadcast()
 P = Partial()
@@ -86,6 +104,8 @@ def parse_state(text: str) -> State:
         return B
     if match := re.fullmatch(r"S\((\d+)\)", text):
         return Split(int(match[1]))
+    if match := re.fullmatch(r"R\(([01])\)", text):
+        return Ragged(int(match[1]))
     if match := re.fullmatch(r"P(?:\((sum|max|min)\))?", text):
         return Partial(match[1] or "sum")
     raise LayoutError(f"{text!r} is not a state\n  A state is S(dim), B, P, P(max) or P(min).")
@@ -101,8 +121,17 @@ def chunk_sizes(size: int, ranks: int) -> list[int]:
     return [max(0, min(step, size - rank * step)) for rank in range(ranks)]
 
 
-def shards(tensor: Tensor, state: State, ranks: int, generator: torch.Generator | None = None) -> list[Tensor]:
-    """What each of `ranks` ranks holds of `tensor` in `state`.
+def row_cuts(size: int, ranks: int, ends: Tensor) -> list[int]:
+    """How many of `size` rows each rank holds, which stand in groups that end at `ends`."""
+    groups = itertools.accumulate(chunk_sizes(len(ends), ranks))
+    bounds = [*(int(ends[count - 1]) for count in groups)][:-1]
+    return [end - start for start, end in itertools.pairwise([0, *bounds, size])]
+
+
+def shards(
+    tensor: Tensor, state: State, ranks: int, generator: torch.Generator | None = None, ends: Tensor | None = None
+) -> list[Tensor]:
+    """What each of `ranks` ranks holds of `tensor` in `state`. ends: of the groups of a Ragged dim.
 
     A Partial state has many representations: this draws independent random integer-valued ones from `generator`.
 
@@ -115,6 +144,10 @@ def shards(tensor: Tensor, state: State, ranks: int, generator: torch.Generator 
         if state.dim >= tensor.dim():
             raise LayoutError(f"{state} of a tensor with {tensor.dim()} dims\n  Name one of its dims.")
         return [part.contiguous() for part in tensor.split(chunk_sizes(tensor.shape[state.dim], ranks), state.dim)]
+    if isinstance(state, Ragged):
+        if ends is None:
+            raise LayoutError(f"{state} of a tensor whose groups are not known\n  Give ends=, where they end.")
+        return [part.contiguous() for part in tensor.split(row_cuts(tensor.shape[state.dim], ranks, ends), state.dim)]
     if isinstance(state, Broadcast):
         return [tensor.clone() for _ in range(ranks)]
     count = ranks - 1 if state.op == "sum" else ranks
@@ -135,7 +168,7 @@ def whole(parts: list[Tensor], state: State) -> Tensor:
 
     Raises LayoutError if the parts of a Broadcast tensor differ.
     """
-    if isinstance(state, Split):
+    if isinstance(state, (Split, Ragged)):
         return torch.cat(parts, state.dim)
     if isinstance(state, Broadcast):
         for rank, part in enumerate(parts):

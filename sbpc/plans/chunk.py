@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from sbpc.graph.ports import INPUT, PARAMETER, TANGENT, Port, Ports, outputs, pl
 from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.states import B
 from sbpc.plans.measure import lacks_rule, replicated
 from sbpc.plans.staged.schedules import FORWARD, INPUTS
 from sbpc.plans.staged.stage_parts import Parts, parts_of
@@ -145,7 +147,8 @@ class Chunk:
     @functools.cached_property
     def cut_shapes(self) -> list[tuple[Layout, tuple[int, ...]]]:
         """Every layout on whose local shapes the programs depend, with its global shape: those in which tensors are
-        held, and what else `Step.layouts` has."""
+        held, what else `Step.layouts` has, and those before the last cuts of a dim, where they tell at which place the
+        part of a rank begins: of 5 rows over 2 and 2 ranks, one begins at 3 + 1 and one at 0 + 2."""
         pairs: dict[tuple[Layout, tuple[int, ...]], None] = {}  # each once, in order
         for node in self.unscheduled.graph.nodes:
             sbp, value = node.meta.get("sbp"), node.meta.get("val")
@@ -155,6 +158,12 @@ class Chunk:
             for layout, tensor in zip(sbp, value) if isinstance(sbp, tuple) else [(sbp, value)]:
                 if isinstance(layout, Layout) and hasattr(tensor, "shape"):
                     pairs[layout, tuple(tensor.shape)] = None
+        sizes = self.mesh.sizes
+        for layout, shape in list(pairs):
+            for dim, axes in layout.cuts.items():
+                if shape[dim] % math.prod(sizes[axis] for axis in axes):
+                    later = (axes[at:] for at in range(1, len(axes)))
+                    pairs |= {(layout.replace(dict.fromkeys(cuts, B)), shape): None for cuts in later}
         return list(pairs)
 
     @functools.cached_property

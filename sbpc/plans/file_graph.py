@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from sbpc._compat import OpOverload
 from sbpc.errors import VerifyError
+from sbpc.graph.expert_rows import COUNTS
 from sbpc.graph.operands import hashable, leaves, named_arguments
 from sbpc.graph.ports import results
 from sbpc.plans.program_check import ShapeCheck
@@ -36,6 +37,7 @@ UNRULED = frozenset({
     "linalg_solve_triangular", "masked_scatter", "median", "nanmedian", "resolve_conj", "scatter", "scatter_add",
     "scatter_reduce", "slice_copy",
 })  # fmt: skip
+OF_ROWS = frozenset(("add_rows", "row_counts", "rows_by_number", "rows_by_place"))  # sbpc's own, likewise
 # the backward of a pooling, which trusts its indices and the shape of its gradient, and how many dims it pools
 POOLED = {
     "_adaptive_avg_pool3d_backward": 3, "adaptive_max_pool2d_backward": 2, "adaptive_max_pool3d_backward": 3,
@@ -52,8 +54,8 @@ MOVING = frozenset({  # what these give holds nothing but elements of their oper
 def may_call(op: OpOverload) -> bool:
     """Returns whether a file may name an op: it has a rule or is listed, makes tensors, and writes into none."""
     schema = op._schema
-    made = any("Tensor" in str(result.type) for result in schema.returns)
-    return made and not schema.is_mutable and (row(op) is not None or name_of(op) in UNRULED)
+    made = any("Tensor" in str(result.type) for result in schema.returns) or op is COUNTS
+    return made and not schema.is_mutable and (row(op) is not None or name_of(op) in UNRULED | OF_ROWS)
 
 
 def name_of(target: Any) -> str:
@@ -61,7 +63,7 @@ def name_of(target: Any) -> str:
     space, _, name = (
         target._schema.name.partition("::") if isinstance(target, OpOverload) else ("aten", "", target.__name__)
     )
-    return name if space in ("aten", "_c10d_functional") else ""
+    return name if space in ("aten", "_c10d_functional") or (space == "sbpc" and name in OF_ROWS) else ""
 
 
 Bounds = Sequence[int | None]  # by value a number above all its elements, where they are indices of a pooling
@@ -124,7 +126,11 @@ class FileCheck(ShapeCheck):
                 self.require(
                     isinstance(args[0], (tuple, list)) and type(args[1]) is int, "it takes no part of several values", n
                 )
-            elif isinstance(n.target, OpOverload) and n.target.namespace != "_c10d_functional" and name not in UNRULED:
+            elif (
+                isinstance(n.target, OpOverload)
+                and n.target.namespace != "_c10d_functional"
+                and name not in UNRULED | OF_ROWS
+            ):
                 entry = row(n.target)
                 vouched = entry is not None and entry.source  # by who gave the rule
                 self.require(

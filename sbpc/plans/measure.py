@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sbpc.boxing.steps import step_cost
+from sbpc.boxing.steps import Step, step_cost
 from sbpc.graph.about import is_recomputed
+from sbpc.graph.expert_rows import MESSAGE
 from sbpc.graph.operands import operands, value_of
+from sbpc.mesh.collectives import DISPATCH
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import Kernel, Transfer, kernel_work
@@ -29,6 +31,7 @@ def kernels_and_transfers(nodes: Iterable[Node]) -> tuple[Counter[Kernel], Count
             transfers[transfer_of(node)] += 1
         elif "choice" in node.meta and node.op == "call_function":
             calls.setdefault(kernel_key(node), []).append(node)
+            transfers.update([] if (sent := dispatch_of(node)) is None else [sent])
     kernels: Counter[Kernel] = Counter()
     again: Counter[Kernel] = Counter()
     for alike in calls.values():
@@ -47,12 +50,12 @@ def kernel_key(node: Node) -> Any:
 
 def kernel_of(node: Node) -> Kernel:
     """Returns the kernel of a call, in the layouts that its choice gives."""
-    match, cuts, symbolic = node.meta.get("match"), node.meta["choice"].cuts(), "dims" in node.meta
+    match, cuts, symbolic = node.meta.get("match"), node.meta["choice"].cuts(expected=True), "dims" in node.meta
     read, sbp = operands(node), node.meta["sbp"]
     values = [*(operand.meta["val"] for operand in read), *flat_outputs(node.meta["val"])]
     layouts = [*map(layout_at, read), *(sbp if isinstance(sbp, tuple) else (sbp,))]
     tensors = tuple(
-        (v.element_size(), tuple(v.shape), tuple(layout.cuts.get(dim, ()) for dim in range(v.dim())))
+        (v.element_size(), tuple(v.shape), tuple(layout.shared(dim) for dim in range(v.dim())))
         for v, layout in zip(values, layouts)
         if isinstance(v, torch.Tensor)
     )
@@ -130,6 +133,17 @@ def transfer_of(node: Node) -> Transfer:
     """Returns what a boxing step moves."""
     value = node.meta["val"]
     return Transfer(node.meta["step"], tuple(value.shape), value.element_size(), dims_at(node))
+
+
+def dispatch_of(node: Node) -> Transfer | None:
+    """Returns what a call sends to the ranks that share out rows, None for any other call."""
+    axes = node.meta["choice"].sharing
+    if not axes or node.target not in MESSAGE:
+        return None
+    values = [*operands(node), node]
+    x, message = values[0], values[MESSAGE[node.target]]
+    step = Step(DISPATCH, axes, layout_at(x), node.meta["sbp"])
+    return Transfer(step, tuple(message.meta["val"].shape), message.meta["val"].element_size(), dims_at(message))
 
 
 def layout_at(node: Node) -> Layout:

@@ -11,25 +11,22 @@ import functools
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from sbpc._compat import storage_of, tree_leaves
 from sbpc.boxing.lower import lower
 from sbpc.boxing.steps import Step
 from sbpc.graph.about import is_boxing
-from sbpc.graph.operands import is_sum, leaves, nodes_in, operands, value_of
+from sbpc.graph.operands import is_sum, nodes_in, operands, value_of
 from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.mesh import Mesh
-from sbpc.rules.binding import flat_outputs
-from sbpc.rules.choices import local_sizes
-from sbpc.rules.match import Match
+from sbpc.plans.written_calls import written
 
 CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 POSITION = 8  # bytes of a rank's position on one axis
@@ -281,48 +278,6 @@ def turn_of(phases: Sequence[str]) -> int | None:
     """
     misplaced = list(accumulate(({"forward": -1, "backward": 1}.get(phase, 0) for phase in phases), initial=0))
     return misplaced.index(min(misplaced)) if "backward" in phases else None
-
-
-Calls = tuple[list[tuple[list[int], list[int]]], list[int]]  # by call what it reads and bytes it makes, and results
-WRITTEN: dict[Any, tuple[Match, Calls]] = {}  # by call on a rank what `written` tells, and what has this id
-
-
-def written(node: Node, mesh: Mesh) -> Calls | None:
-    """Returns the calls on the rank at the origin that are written for one which counts places of a dim that is
-    split; None for any other."""
-    match = node.meta.get("match")
-    if match is None or not match.shifts or not (cut := match.shifts & node.meta["choice"].cuts().keys()):
-        return None
-    shifted = sorted(cut)
-    origin, given = (0,) * len(mesh.sizes), operands(node)
-    shards = [(x.meta["val"].dtype, x.meta["sbp"].local_shape(x.meta["val"].shape, mesh.sizes, origin)) for x in given]
-    local = local_sizes(match.sizes.items(), node.meta["choice"], mesh.sizes, origin)
-    key = id(match), *shards, *local.items(), *shifted
-    if key not in WRITTEN:
-        made = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in shards]
-        WRITTEN[key] = match, calls_of_op(node, made, local, shifted)
-    return WRITTEN[key][1]
-
-
-def calls_of_op(node: Node, shards: Sequence[torch.Tensor], local: Mapping[str, int], shifted: Sequence[str]) -> Calls:
-    """Returns the calls that an op is written as. They run on tensors without data, and storages are numbered, those
-    of operands first."""
-    offsets = {factor: torch.zeros((), dtype=torch.int64, device="meta") for factor in shifted}
-    numbers = {storage_of(x): at for at, x in enumerate(shards)}
-    alive, calls = [*offsets.values()], list[tuple[list[int], list[int]]]()  # alive: so that no number is used twice
-
-    def call(op: Any, *args: Any, **kwargs: Any) -> Any:
-        out = op(*args, **kwargs | ({"device": "meta"} if "device" in kwargs else {}))
-        given, made = ({storage_of(x): x for x in leaves(each, torch.Tensor)} for each in ((args, kwargs), out))
-        fresh = {each: x.untyped_storage().nbytes() for each, x in made.items() if each not in numbers}
-        calls.append(([numbers[each] for each in given if each in numbers], list(fresh.values())))
-        numbers.update(zip(fresh, range(len(numbers), len(numbers) + len(fresh))))
-        alive.append(out)
-        return out
-
-    args, kwargs = map_arg((node.args, dict(node.kwargs)), dict(zip(operands(node), shards)).__getitem__)
-    results = node.meta["match"].localize(call, args, kwargs, local, offsets)
-    return calls, [0 if x is None else numbers[storage_of(x)] for x in flat_outputs(results)]
 
 
 def lies_in_order(node: Node) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from sbpc.errors import PlanError
+from sbpc.graph.expert_rows import COUNTS
 from sbpc.graph.ports import BUFFER, HOMES, PARAMETER, Port, Ports, results
 from sbpc.graph.pytree import plain
 from sbpc.mesh.layout import Layout
@@ -302,10 +303,17 @@ def collective(node: Node) -> str | None:
     return name.split(".")[1] if name in plan_file.COLLECTIVES and name != plan_file.WAIT else None
 
 
+def counted(splits: Any) -> bool:
+    """Returns whether the lengths of parts are counted while a program runs."""
+    return isinstance(splits, Node) and splits.target is COUNTS
+
+
 def sized(name: str, args: tuple[Any, ...], ranks: int) -> bool:
     """Returns whether what a collective says of its group, besides the name, is right."""
     if name == "all_to_all_single":
-        return all(isinstance(splits, (tuple, list)) and len(splits) == ranks for splits in args[1:3])
+        return all(
+            counted(splits) or (isinstance(splits, (tuple, list)) and len(splits) == ranks) for splits in args[1:3]
+        )
     if name in ("all_reduce", "reduce_scatter_tensor") and args[1] not in REDUCE:
         return False
     return name not in GROUP_SIZE_AT or args[GROUP_SIZE_AT[name]] == ranks

@@ -23,7 +23,7 @@ from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.collectives import WIRE, Lines, seconds_on
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import kernel_work
-from sbpc.plans.measure import kernel_key, kernel_of, transfer_of
+from sbpc.plans.measure import dispatch_of, kernel_key, kernel_of, transfer_of
 
 COMPUTE, INSIDE, ACROSS = "compute", "links inside a node", "links across nodes"
 STREAMS = COMPUTE, INSIDE, ACROSS
@@ -123,11 +123,12 @@ def adding_up(work: Work) -> Work:
 
 
 def kernel_work_of(node: Node, mesh: Mesh) -> Work:
-    """Returns what one kernel occupies."""
-    kernel = kernel_of(node)
+    """Returns what one kernel occupies. Where it sends rows to the ranks of their groups, nothing goes on beside."""
+    kernel, sent = kernel_of(node), dispatch_of(node)
     if kernel.free:
         return NOTHING
-    return Work(COMPUTE, float(mesh.cluster.kernel_seconds(kernel.op, *kernel_work(kernel, mesh.sizes))))
+    seconds = 0.0 if sent is None else step_cost(sent.step, sent.shape, sent.itemsize, mesh)[0]
+    return Work(COMPUTE, seconds + float(mesh.cluster.kernel_seconds(kernel.op, *kernel_work(kernel, mesh.sizes))))
 
 
 def sends(node: Node, mesh: Mesh) -> bool:

@@ -25,12 +25,14 @@ from sbpc.rules.grammar import Dim, Operand, Rule
 class Signature:
     """The states of a call on one axis: one per tensor operand (lists flattened, None left out), one per output.
 
-    factor: the factor that is split; None for all-B and for linear signatures. An absent output is B.
+    factor: the factor that is split; None for all-B and for linear signatures. An absent output is B. ragged: the
+    factor whose rows are shared out by their groups, which tensors hold in R.
     """
 
     inputs: tuple[State, ...]
     outputs: tuple[State, ...]
     factor: str | None = None
+    ragged: str | None = None
 
     @property
     def text(self) -> str:

@@ -18,14 +18,36 @@ class Choice:
     signatures: tuple[Signature, ...]
     order: Axes
 
-    def cuts(self) -> dict[str, Axes]:
-        """By factor: the numbers of the axes that split it, first cut first."""
+    def cuts(self, expected: bool = False) -> dict[str, Axes]:
+        """By factor: the numbers of the axes that split it, first cut first. expected: or that share out its rows."""
         found: dict[str, Axes] = {}
         for axis in self.order:
-            factor = self.signatures[axis].factor
-            if factor is not None:
-                found[factor] = (*found.get(factor, ()), axis)
+            signature = self.signatures[axis]
+            for factor in (signature.factor, signature.ragged if expected else None):
+                if factor is not None:
+                    found[factor] = (*found.get(factor, ()), axis)
         return found
+
+    @property
+    def sharing(self) -> Axes:
+        """The axes that share out rows by their groups."""
+        return tuple(axis for axis, signature in enumerate(self.signatures) if signature.ragged is not None)
+
+    @property
+    def shares_alone(self) -> bool:
+        """Whether the axes that share out rows, if any do, are neighbours that cut in mesh order, and no other axis
+        cuts what they cut."""
+        axes = self.sharing
+        if not axes:
+            return True
+        first = self.signatures[axes[0]]
+        rest = {s.factor for axis, s in enumerate(self.signatures) if axis not in axes}
+        return (
+            axes == tuple(range(axes[0], axes[-1] + 1))
+            and [axis for axis in self.order if axis in axes] == list(axes)
+            and all(self.signatures[axis] == first for axis in axes)
+            and not rest & ({first.factor, first.ragged} - {None})
+        )
 
     def input(self, slot: int, axes: Names) -> Layout:
         """The layout in which the node reads its tensor operand number `slot`."""
@@ -65,6 +87,8 @@ class Candidates:
     def legal(self, choice: Choice, mesh_sizes: Numbers) -> bool:
         """Whether every cut of every factor keeps its condition, in the node and in all that it is taken apart into."""
         sizes = dict(self.sizes)
+        if not choice.shares_alone:
+            return False
         for factor, axes in choice.cuts().items():
             even = factor in self.divides or (self.mesh_order and axes != tuple(sorted(axes)))
             if not may_cut(sizes[factor], tuple(mesh_sizes[at] for at in axes), even, factor in self.nonempty):

@@ -23,19 +23,22 @@ def grouped_local(shard: Shard) -> Any:
     given, turned, sums = dict(shard.given), text == GROUPED[2, 2], text == GROUPED[2, 3]
     rows = call("permute", given["self"], [1, 0]) if turned else given["self"]
     number = start = None
+    count = local["m"] if shard.sharing is None else None
     if "m" in offsets:
         ends = call("clamp", call("sub.Tensor", given["offs"], offsets["m"]), 0, local["m"])
         given["offs"] = call("_to_copy", ends, dtype=torch.int32)
     if "g" in offsets:
-        number, group = (numbers(call, given["offs"], local[factor]) for factor in ("m", "g"))
+        group = numbers(call, given["offs"], local["g"])
+        number = numbers(call, given["offs"], local["m"]) if count is not None else None
         before = call("constant_pad_nd", given["offs"], [1, 0])
         start = call("index_select", before, 0, call("view", offsets["g"], [1]))
         ends = call("index_select", given["offs"], 0, call("add.Tensor", group, offsets["g"]))
         given["offs"] = call("sub.Tensor", ends, start)
-    rows = dense(call, rows, local["m"], number, start)
+        start = start if count is not None else None  # rows that are shared out by their groups are the rank's own
+    rows = dense(call, rows, count, number, start)
     given["self"] = call("permute", rows, [1, 0]) if turned else rows
     if turned:
-        given["mat2"] = dense(call, given["mat2"], local["m"], number, start)
+        given["mat2"] = dense(call, given["mat2"], count, number, start)
     made = product(shard, given)
     if start is None or not sums:
         return made
@@ -53,7 +56,8 @@ def product(shard: Shard, given: Arguments) -> Any:
     call, local, x, y, text = shard.aten, shard.local, given["self"], given["mat2"], shard.match.rule.text
     if text == GROUPED[3, 3]:
         return call("bmm", x, y)
-    number = numbers(call, given["offs"], local["m"])
+    rows = x if text == GROUPED[2, 3] else call("permute", x, [1, 0])
+    number = numbers(call, given["offs"], local["m"]) if shard.sharing is None else counted(call, rows)
     below = call("lt.Tensor", number, call("unsqueeze", given["offs"], 1))  # [g, m]
     first = call("slice.Tensor", below, 0, 0, local["g"] - 1)  # behind the end of one group is the start of the next
     behind = call("constant_pad_nd", first, [0, 0, 1, 0])
@@ -64,8 +68,7 @@ def product(shard: Shard, given: Arguments) -> Any:
 
     if text == GROUPED[2, 3]:
         return call("sum.dim_IntList", call("bmm", alone(x), y), [0])
-    rows = alone(call("permute", x, [1, 0]))
-    return call("bmm", call("permute", rows, [0, 2, 1]), alone(y))
+    return call("bmm", call("permute", alone(rows), [0, 2, 1]), alone(y))
 
 
 def numbers(call: Call, like: Any, count: int) -> Any:
@@ -73,7 +76,13 @@ def numbers(call: Call, like: Any, count: int) -> Any:
     return call("sub.Scalar", call("cumsum", call("new_ones", like, [count]), 0), 1)
 
 
-def dense(call: Call, rows: Any, count: int, number: Any, start: Any) -> Any:
+def counted(call: Call, rows: Any) -> Any:
+    """The numbers of rows of which there are as many as the data says."""
+    ones = call("ones_like", call("select.int", rows, 1, 0), dtype=torch.int64)
+    return call("sub.Scalar", call("cumsum", ones, 0), 1)
+
+
+def dense(call: Call, rows: Any, count: int | None, number: Any, start: Any) -> Any:
     """Rows one after the other in memory, from number `start` on and then around."""
     if start is not None:
         around = call("remainder.Scalar", call("add.Tensor", number, start), count)

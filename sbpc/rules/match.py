@@ -3,6 +3,7 @@ phases."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch.fx.node import map_aggregate
 from sbpc._compat import OpOverload
 from sbpc.graph.operands import named_arguments, with_arguments
 from sbpc.mesh.kernels import WIDTHS, Attention, Convolution, Product, Shape
+from sbpc.mesh.layout import chunk
 from sbpc.mesh.states import Ints, Names, State
 from sbpc.rules.binding import Bound, Signature, base
 from sbpc.rules.grammar import Rule
@@ -232,14 +234,32 @@ class Match:
         kwargs: Arguments,
         local: Mapping[str, int],
         offsets: Arguments,
+        sharing: Sharing | None = None,
     ) -> Any:
         """Run (or emit) the op on shards by `call(op, *args, **kwargs)`, once or more; what it returns, or a tuple.
 
         args: those of the call with local values for tensors. local: factor -> local size. offsets: factor -> 0-dim
         int64 tensor, the global index of the first local element, for the factors of `shifts` that are split.
+        sharing: the ranks that share out rows, where the op has rows in R.
         """
-        shard = Shard(self, call, args, kwargs, local, offsets)
+        shard = Shard(self, call, args, kwargs, local, offsets, sharing)
         return shard.plain() if self.entry.local is None else self.entry.local(shard)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The ranks that share out rows by their groups, on neighbouring axes of these sizes. rank: of this one among them,
+    int64 [1]. group: what they are called."""
+
+    sizes: Ints
+    rank: Any
+    group: str
+
+    def ends(self, size: int) -> list[int]:
+        """Where the chunk of each rank ends of a dim that the axes cut, one after the other."""
+        axes = range(len(self.sizes))
+        places = (chunk(size, axes, self.sizes, at) for at in itertools.product(*map(range, self.sizes)))
+        return [first + length for first, length in places]
 
 
 @dataclass(frozen=True)
@@ -252,6 +272,7 @@ class Shard:
     kwargs: Arguments
     local: Mapping[str, int]
     offsets: Arguments
+    sharing: Sharing | None = None
 
     @cached_property
     def given(self) -> dict[str, Any]:

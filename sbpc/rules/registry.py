@@ -7,6 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
 
 from sbpc._compat import OpOverload
 from sbpc.errors import RuleError
@@ -89,6 +91,14 @@ def match(op: OpOverload, args: Sequence[Any], kwargs: Arguments, outputs: Any) 
         return _match(op, args, kwargs, outputs)
     MATCHES[key] = _match(op, args, kwargs, outputs)
     return MATCHES[key]
+
+
+def match_of(node: Node) -> Match | None:
+    """The rule of a node's op bound to its call, None if there is none."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return None
+    args, kwargs = map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
+    return match(node.target, args, dict(kwargs), node.meta["val"])
 
 
 def _match(op: OpOverload, args: Sequence[Any], kwargs: Arguments, outputs: Any) -> Match | None:

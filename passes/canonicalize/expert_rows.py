@@ -1,0 +1,103 @@
+"""Finds rows that stand group by group, as those of a mixture of experts, and writes what takes rows there and back as
+ops that know where the groups end, so that ranks may share the rows out by their groups."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sbpc.graph.expert_rows import GATHER, SCATTER
+from sbpc.graph.operands import ancestors, value_of
+from sbpc.graph.rewrite import Writer, drop_unused, mode_of
+from sbpc.rules.registry import match_of
+from sbpc.rules.shared_rows import PRODUCT, Key, Rows, grouped_rows
+
+aten = torch.ops.aten
+ZEROS = aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default
+
+
+def expert_rows(gm: GraphModule) -> GraphModule:
+    """Returns the graph with what takes rows into groups, and out of them, written as `gather_rows` and `scatter_rows`.
+
+    Before: a canonical graph. After: an index of one dim that takes whole rows to products of groups, or from there,
+    is one of these. Where groups end is computed before.
+    """
+    matches = {node: matched for node in gm.graph.nodes if (matched := match_of(node)) is not None}
+    return RowWriter(gm, grouped_rows(matches)).run()
+
+
+def has_groups(gm: GraphModule) -> bool:
+    """Returns whether a graph has products of groups of rows."""
+    return any(node.target is PRODUCT for node in gm.graph.nodes)
+
+
+class Move(NamedTuple):
+    """The op that stands for an index into groups of rows or out of them: its operands in the old graph, where groups
+    end there, and its further arguments."""
+
+    op: Any
+    operands: tuple[Node, Node]
+    ends: Node
+    more: tuple[Any, ...]
+
+
+class RowWriter(Writer):
+    """The graph that is being written. rows: where they stand in groups, by value of the old graph."""
+
+    def __init__(self, gm: GraphModule, rows: dict[Key, Rows]) -> None:
+        super().__init__(mode_of(gm))
+        self.gm, self.rows = gm, rows
+
+    def run(self) -> GraphModule:
+        """Writes node by node."""
+        for node in self.gm.graph.nodes:
+            self.write(node)
+        drop_unused(self.graph)
+        return self.module(self.gm)
+
+    def write(self, node: Node) -> None:
+        """Writes a node, behind all that it reads then."""
+        if node in self:
+            return
+        moved = self.moved(node)
+        if moved is None:
+            self.keep(node)
+            return
+        before = ancestors([moved.ends], self)
+        for used in self.gm.graph.nodes if moved.ends not in self else ():
+            if used in before:
+                self.write(used)
+        self.about = node
+        self[node] = self.call(moved.op, *(self[each] for each in (*moved.operands, moved.ends)), *moved.more)
+
+    def moved(self, node: Node) -> Move | None:
+        """Returns what stands for an index of rows into groups or out of them; None for any other call."""
+        args: Any = node.args
+        more: tuple[Any, ...] = ()
+        if node.target is aten.index.Tensor:
+            op, given, indices = GATHER, args[0], args[1]
+            placed, numbered = (node, 0), value_of(given)
+        elif node.target is aten.index_put.default and args[3:] == (True,) and args[0].target in ZEROS:
+            op, given, indices, more = SCATTER, args[2], args[1], (node.meta["val"].shape[0],)
+            placed, numbered = value_of(given), (node, 0)
+        else:
+            return None
+        known = [self.rows[key] for key in (placed, numbered) if key in self.rows]
+        if len(known) != 1 or known[0].dim != 0 or not takes_rows(node, indices, given):
+            return None
+        ends = known[0].ends[0]
+        if isinstance(ends.meta["val"], (tuple, list)) or node in ancestors([ends]):
+            return None
+        return Move(op, (given, indices[0]), ends, (*more, placed in self.rows))
+
+
+def takes_rows(node: Node, indices: Any, values: Node) -> bool:
+    """Returns whether one index of numbers of one dim takes or adds whole rows, of the type of the result."""
+    index = indices[0].meta["val"] if len(indices) == 1 and indices[0] is not None else None
+    if index is None or index.dim() != 1 or index.dtype != torch.int64:
+        return False
+    made, given = node.meta["val"], values.meta["val"]
+    same = node.target is not aten.index_put.default or tuple(given.shape) == (len(index), *made.shape[1:])
+    return same and given.dim() > 0 and given.dtype == made.dtype

@@ -1,0 +1,67 @@
+"""The calls that are written for one op on a rank, where they are others than the op itself: what memory they take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from sbpc._compat import storage_of
+from sbpc.graph.operands import leaves, operands
+from sbpc.mesh.mesh import Mesh
+from sbpc.rules.binding import flat_outputs
+from sbpc.rules.choices import local_sizes
+from sbpc.rules.match import Match, Sharing
+
+Calls = tuple[list[tuple[list[int], list[int]]], list[int]]  # by call what it reads and bytes it makes, and results
+WRITTEN: dict[Any, tuple[Match, Calls]] = {}  # by call on a rank what `written` tells, and what has this id
+
+
+def written(node: Node, mesh: Mesh) -> Calls | None:
+    """Returns the calls on the rank at the origin that are written for one which counts places of a dim that is
+    split, or has rows that ranks share out; None for any other."""
+    match = node.meta.get("match")
+    choice = node.meta.get("choice")
+    if match is None or choice is None or not (choice.sharing or match.shifts & choice.cuts().keys()):
+        return None
+    shifted = sorted(match.shifts & choice.cuts().keys())
+    origin, given = (0,) * len(mesh.sizes), operands(node)
+    shards = [(x.meta["val"].dtype, x.meta["sbp"].local_shape(x.meta["val"].shape, mesh.sizes, origin)) for x in given]
+    local = local_sizes(match.sizes.items(), node.meta["choice"], mesh.sizes, origin)
+    key = id(match), *shards, *local.items(), *shifted, choice.sharing
+    rank = torch.zeros(1, dtype=torch.int64, device="meta")
+    sharing = Sharing(tuple(mesh.sizes[axis] for axis in choice.sharing), rank, "") if choice.sharing else None
+    if key not in WRITTEN:
+        made = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in shards]
+        WRITTEN[key] = match, calls_of_op(node, made, local, shifted, sharing)
+    return WRITTEN[key][1]
+
+
+def calls_of_op(
+    node: Node,
+    shards: Sequence[torch.Tensor],
+    local: Mapping[str, int],
+    shifted: Sequence[str],
+    sharing: Sharing | None,
+) -> Calls:
+    """Returns the calls that an op is written as. They run on tensors without data, and storages are numbered, those
+    of operands first."""
+    offsets = {factor: torch.zeros((), dtype=torch.int64, device="meta") for factor in shifted}
+    numbers = {storage_of(x): at for at, x in enumerate(shards)}
+    alive, calls = [*offsets.values()], list[tuple[list[int], list[int]]]()  # alive: so that no number is used twice
+
+    def call(op: Any, *args: Any, **kwargs: Any) -> Any:
+        out = op(*args, **kwargs | ({"device": "meta"} if "device" in kwargs else {}))
+        given, made = ({storage_of(x): x for x in leaves(each, torch.Tensor)} for each in ((args, kwargs), out))
+        fresh = {each: x.untyped_storage().nbytes() for each, x in made.items() if each not in numbers}
+        calls.append(([numbers[each] for each in given if each in numbers], list(fresh.values())))
+        numbers.update(zip(fresh, range(len(numbers), len(numbers) + len(fresh))))
+        alive.append(out)
+        return out
+
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), dict(zip(operands(node), shards)).__getitem__)
+    results = node.meta["match"].localize(call, args, kwargs, local, offsets, sharing)
+    return calls, [0 if x is None else numbers[storage_of(x)] for x in flat_outputs(results)]
