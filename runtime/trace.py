@@ -199,10 +199,10 @@ class Recorder:
     def events_of(self, run: Run, predicted: Sequence[Event]) -> list[Event]:
         """Returns what happened in a run, in seconds since it began, in the order of the starts.
 
-        predicted: the program's timeline. Every event of it is there once, by the same name; but sums of exchanges are
-        in "unpack". Besides, the computing stream has what is not predicted, as it takes no time in the prediction:
-        "start" and "wait" of a collective, "pack" before it and "unpack" after it, and ops such as views. Collectives
-        that go in one message are measured as one: each has the part of its time that is predicted.
+        predicted: the program's timeline. Every event of it is there once, by the same name. Besides, the computing
+        stream has what is not predicted, as it takes no time in the prediction: "start" and "wait" of a collective,
+        "pack" before it and "unpack" after it, and ops such as views. Collectives that go in one message are
+        measured as one: each has the part of its time that is predicted.
         """
         known, seen, free = {event.name: event for event in predicted}, set[tuple[str, str]](), dict[Any, float]()
         moments = [self.clock.seconds(run.stamps[0], stamp) for stamp in run.stamps]

@@ -177,8 +177,7 @@ class _Prices:
         for way in range(max(map(len, lines))):
             start, each = np.array([line[min(way, len(line) - 1)] for line in lines])[graph.kind].T
             taken = np.minimum(taken, start + each * (itemsize * block))
-        start, each = np.array([mesh.adding(axes, collective) for collective, axes in graph.kinds])[graph.kind].T
-        self.seconds = np.maximum(taken, np.array(least)[graph.kind]) + start + each * (itemsize * block)
+        self.seconds = np.maximum(taken, np.array(least)[graph.kind])
 
     def row(self, source: int) -> Array:
         return self.rows([source])[0]

@@ -143,14 +143,12 @@ def group(
 
 
 def step_cost(step: Step, shape: Numbers, itemsize: int, mesh: Mesh) -> tuple[float, float]:
-    """Seconds of a step on the busiest rank, with those in which it adds up what it gets, and the bytes that it sends
-    by the textbook; zeros for a local one."""
+    """Seconds of a step on the busiest rank, and the bytes that it sends by the textbook; zeros for a local one."""
     if step.collective not in WIRE:
         return 0.0, 0.0
     ranks, block = group(step, shape, itemsize, mesh.sizes)
     lines, least = mesh.lines(step.axes, step.collective)
-    start, each = mesh.adding(step.axes, step.collective)
-    return max(seconds_on(lines, block), least) + start + each * block, float(WIRE[step.collective](ranks, block)[1])
+    return max(seconds_on(lines, block), least), float(WIRE[step.collective](ranks, block)[1])
 
 
 # --- all layouts and steps as arrays: see `sbpc.mesh.layout_codes` ----------------------------------------------------

@@ -152,11 +152,6 @@ class Cluster:
         device = self.device
         return self.peak * (1.0 if device is None else device.fastest)
 
-    @property
-    def moving(self) -> float:
-        """The part of the memory bandwidth that kernels reach."""
-        return 1.0 if self.device is None else self.device.moving
-
     def kernel_seconds(
         self, op: str, flops: Any, bytes_moved: Any, shape: Shape | None = None, rates: Sequence[Any] = ()
     ) -> Any:

@@ -107,12 +107,6 @@ class Way:
         return start, each if self.most == math.inf else largest(each, blocks / self.most)
 
 
-def adding_line(ranks: Any, launch: Any, bandwidth: Any) -> tuple[Any, Any]:
-    """Returns what it takes to add up blocks of 16 bits from so many ranks, see `Mesh.adding`: one kernel reads them
-    and writes their sum in float32, another one rounds that. bandwidth: bytes/s of memory."""
-    return 2 * launch, (ranks + 2 + 2 + 1) / bandwidth
-
-
 def envelope(lines: Iterable[tuple[Any, Any]]) -> Lines:
     """Returns those lines that are the cheapest for messages of some size, from the smallest on."""
     found: list[Line] = []

@@ -9,20 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sbpc.errors import MeshError, shown
 from sbpc.mesh.cluster import Cluster, Rate, named_cluster
-from sbpc.mesh.collectives import (
-    ALONE,
-    CARRIERS,
-    INSIDE,
-    TOGETHER,
-    WIRE,
-    Line,
-    Lines,
-    Way,
-    adding_line,
-    ceil_div,
-    envelope,
-    largest,
-)
+from sbpc.mesh.collectives import ALONE, INSIDE, TOGETHER, WIRE, Lines, Way, ceil_div, envelope, largest
 from sbpc.mesh.states import Axes, Numbers
 
 if TYPE_CHECKING:
@@ -164,14 +151,6 @@ class Mesh:
         """Returns what a collective over `axes` takes for a block of n bytes, as lines of which the cheapest counts
         (see `envelope`), and the seconds that it takes at least."""
         return _lines(self, tuple(axes), collective)
-
-    def adding(self, axes: Numbers, collective: str) -> Line:
-        """Returns the seconds in which a rank adds up what it gets of an exchange over `axes`: those of any block, and
-        those more for each byte of it; zeros for other collectives, whose library does that."""
-        ranks = math.prod(self.sizes[at] for at in axes)
-        if collective not in CARRIERS or ranks == 1:
-            return 0.0, 0.0
-        return adding_line(ranks, self.cluster.launch, self.cluster.memory_bandwidth * self.cluster.moving)
 
     def inside(self, axes: Numbers) -> bool:
         """Returns whether the groups over `axes` stay inside a node."""

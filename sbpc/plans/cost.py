@@ -21,7 +21,7 @@ import sympy
 from sbpc.boxing.steps import Step, group, wire
 from sbpc.errors import PlanError, check_kinds
 from sbpc.mesh.cluster import collective_seconds
-from sbpc.mesh.collectives import CARRIERS, WIRE, Min, adding_line
+from sbpc.mesh.collectives import CARRIERS, WIRE, Min
 from sbpc.mesh.layout import cut, numel
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import Axes
@@ -249,16 +249,11 @@ class Cost:
         s, step, key = self.symbols, transfer.step, self.link_name(transfer.step)
         ranks, block = self.group_expr(transfer)
         some = sympy.Min(ranks - 1, 1)  # on one rank nothing is sent
-        adding: Any = 0
-        if step.collective in CARRIERS:
-            bandwidth = s["memory_bandwidth"] * self.terms.mesh.cluster.moving
-            start, each = adding_line(ranks, s["launch"], bandwidth)
-            adding = some * (start + each * block)
         if lines := self.lines_expr(step.axes, step.collective, key):
-            return some * Min(*(start + block * each for start, each in lines)) + adding
+            return some * Min(*(start + block * each for start, each in lines))
         rounds, sent = WIRE[step.collective](ranks, block)
         least = s[f"least_{key}"] * some if f"least_{key}" in s else 0
-        return collective_seconds(rounds, sent, s[f"latency_{key}"], s[f"bandwidth_{key}"], least) + adding
+        return collective_seconds(rounds, sent, s[f"latency_{key}"], s[f"bandwidth_{key}"], least)
 
     def lines_expr(self, axes: Axes, collective: str, key: str) -> list[tuple[Any, Any]]:
         """Returns the lines of all ways of a collective (see `Way.line`) as formulas; none where it is one ring."""

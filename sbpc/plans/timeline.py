@@ -28,7 +28,6 @@ from sbpc.plans.measure import dispatch_of, kernel_key, kernel_of, transfer_of
 COMPUTE, INSIDE, ACROSS = "compute", "links inside a node", "links across nodes"
 STREAMS = COMPUTE, INSIDE, ACROSS
 SAME = 1e-9  # relative: moments that differ by less are one
-ADDING = "sum of an exchange"  # the kind of what adds up what a rank has got
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Work:
 
     latency: the part of the seconds that a collective does not take where it goes in one message with another: all but
     what its bytes take in a long message. block, lines: of one that is sent otherwise in longer messages, its bytes and
-    what messages take (see `Mesh.lines`). adding: seconds in which kernels add up what it gives, once it is waited for.
+    what messages take (see `Mesh.lines`).
     """
 
     stream: str
@@ -65,7 +64,6 @@ class Work:
     latency: float = 0.0
     block: float = 0.0
     lines: Lines = ()
-    adding: float = 0.0
 
     def longer(self, before: float) -> float:
         """Returns the seconds by which it makes a message longer in which a block of so many bytes is already."""
@@ -84,8 +82,6 @@ def works(boxed: GraphModule, mesh: Mesh) -> dict[Node, Work]:
     for node in boxed.graph.nodes:
         if "step" in node.meta:
             result[node] = transfer_work(node, mesh)
-        elif "awaits" in node.meta:
-            result[node] = adding_up(transfer_work(node.all_input_nodes[0], mesh))
         elif "choice" in node.meta and node.op == "call_function":
             key = kernel_key(node)
             if key not in known:
@@ -107,19 +103,11 @@ def step_work(step: Any, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> W
     """Returns what one boxing step of a tensor occupies."""
     if step.collective not in WIRE or all(mesh.sizes[axis] == 1 for axis in step.axes):
         return NOTHING
+    seconds, _ = step_cost(step, shape, itemsize, mesh)
     _, block = group(step, shape, itemsize, mesh.sizes)
     lines, _ = mesh.lines(step.axes, step.collective)
-    start, each = mesh.adding(step.axes, step.collective)
-    adding = start + each * float(block)
-    seconds = step_cost(step, shape, itemsize, mesh)[0] - adding
     stream, latency = INSIDE if mesh.inside(step.axes) else ACROSS, seconds - float(block * lines[-1][1])
-    several = (float(block), lines) if len(lines) > 1 else (0.0, ())
-    return Work(stream, seconds, latency, *several, adding)
-
-
-def adding_up(work: Work) -> Work:
-    """Returns what is computed once a collective is waited for."""
-    return Work(COMPUTE, work.adding) if work.adding else NOTHING
+    return Work(stream, seconds, latency, float(block), lines) if len(lines) > 1 else Work(stream, seconds, latency)
 
 
 def kernel_work_of(node: Node, mesh: Mesh) -> Work:
@@ -211,9 +199,7 @@ class Clock:
         queue.append(span)
         if not awaited:
             self.wait(message)
-            self.compute(work.adding)
-            return Span(start, max(span.end, self.now))
-        if first:
+        elif first:
             self.now += self.start
         return span
 
@@ -300,7 +286,6 @@ def event_of(node: Node, stream: str, start: float, end: float, mesh: Mesh) -> E
     """Returns the event of a node."""
     step = node.meta.get("step")
     kind, axis = (step.collective, mesh.key(step.axes)) if step else (str(node.target).removesuffix(".default"), "")
-    kind = ADDING if "awaits" in node.meta else kind
     module, phase = node.meta.get("module") or "", node.meta.get("phase", "forward")
     return Event(stream, start, end, node.name, kind, module, phase, axis, node.meta.get("bucket", ""))
 

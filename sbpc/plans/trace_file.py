@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sbpc.errors import PlanError, is_name, read_json
-from sbpc.plans.timeline import ADDING, STREAMS, Event
+from sbpc.plans.timeline import STREAMS, Event
 
 PREDICTED, MEASURED = "predicted", "measured"  # titles of the lanes
 
@@ -81,7 +81,7 @@ def measured_step(path: str | Path, predicted: Sequence[Event]) -> list[Event]:
     measured = read_trace(path).get(MEASURED)
     if measured is None:
         raise PlanError(f"{path} holds no measured step\n  `sbpc run ... --trace FILE` measures one.")
-    lost = {event.name for event in predicted if event.kind != ADDING} - {event.name for event in measured}
+    lost = {event.name for event in predicted} - {event.name for event in measured}
     if lost:
         raise PlanError(
             f"{path} was measured with another plan: it has no {min(lost)!r}\n  Give the plan that was run."
