@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 from torch.fx import GraphModule
 
 from sbpc.errors import LayoutError, PinError, PlanError
+from sbpc.graph.about import FLOAT32
 from sbpc.graph.no_gc import uncollected
 from sbpc.inspect.diff import diff
 from sbpc.inspect.graph_text import graph_text
 from sbpc.inspect.model_map import model_map
 from sbpc.inspect.page import page_html
 from sbpc.inspect.report import report
+from sbpc.mesh.collectives import EIGHT_BITS
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish
 from sbpc.passes.annotate import annotate
@@ -29,7 +31,7 @@ from sbpc.passes.box import box
 from sbpc.passes.canonicalize.decompose import decompose
 from sbpc.passes.canonicalize.lift import lift
 from sbpc.passes.canonicalize.normalize import normalize
-from sbpc.passes.canonicalize.wide_sums import wide_sums
+from sbpc.passes.canonicalize.wide_sums import in_eight_bits, wide_sums
 from sbpc.passes.capture.capture import capture
 from sbpc.passes.explain import best_alternatives, explain
 from sbpc.passes.localize import localize
@@ -78,7 +80,12 @@ PASSES = {
         Pass("lift", lift, verify_captured, "always"),
         Pass("annotate", annotate, verify_annotated, "always"),
         Pass("slices", in_slices, verify_annotated, "where slices= is above 1, or None and `memory` is tight"),
-        Pass("sums", wide_sums, verify_annotated, "where numbers have 16 bits and reduce= is not 'as computed'"),
+        Pass(
+            "sums",
+            wide_sums,
+            verify_annotated,
+            "where numbers have 16 bits and reduce= is not 'as computed', or it is of 8 bits",
+        ),
         Pass("recompute", recompute, verify_annotated, "where recompute= is not 'none'"),
         Pass(
             "microbatches",
@@ -141,11 +148,12 @@ class Stages:
     def with_sums(self, gm: GraphModule, reduce: str) -> GraphModule:
         """Returns an annotated graph with its sums in wider types where `wide_sums` changes any."""
         with self.timed("sums"):
-            made = wide_sums(gm, reduce)
-            if made is gm:
-                return gm
-            made = annotate(made)
-        return self.passed("sums", made)
+            made = wide_sums(gm, FLOAT32 if reduce in EIGHT_BITS else reduce)
+            if made is not gm:
+                made = annotate(made)
+            if reduce in EIGHT_BITS:
+                made = in_eight_bits(made, reduce)
+        return gm if made is gm else self.passed("sums", made)
 
     def show_plan(self, plan: Plan) -> None:
         """Writes the graphs of a finished plan, those of each chunk where there are several."""

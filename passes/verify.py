@@ -13,7 +13,7 @@ from sbpc.errors import VerifyError
 from sbpc.graph.about import EXCHANGE
 from sbpc.graph.operands import is_sum, operands, outputs_of
 from sbpc.graph.ports import GRADIENT, HOMES, Port, placeholders, results
-from sbpc.mesh.collectives import WIRE
+from sbpc.mesh.collectives import WIRE, eight_bits
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import P
 from sbpc.plans.chunk import Assignment, Chunk
@@ -156,7 +156,7 @@ def verify_boxed(gm: GraphModule, mesh: Mesh) -> int:
             )
             require(produced == read, f"operand {slot} is {produced}, and is read as {read}", node)
             if step is not None:
-                sums = EXCHANGE if step.collective == EXCHANGE else None
+                sums = EXCHANGE if step.collective == EXCHANGE else eight_bits(step.collective)
                 legal = all(part in steps(part.before, node.meta["val"].dim(), sums) for part in step.parts)
                 require(legal, f"{step} is no boxing step", node)
             edges += 1
@@ -165,8 +165,8 @@ def verify_boxed(gm: GraphModule, mesh: Mesh) -> int:
 
 
 def verify_sums(gm: GraphModule) -> None:
-    """Checks that no gradient is summed in a narrower type than `sum_types` says, over ranks or over micro-batches, and
-    that no other partial sum is cast to a narrower type."""
+    """Checks that no gradient is summed in a narrower type than `sum_types` says, over ranks or over micro-batches,
+    that no other partial sum is cast to a narrower type, and that gradients alone are sent in 8 bits."""
     types = sum_types(gm)
     for node in gm.graph.nodes:
         kind = torch.float32 if is_sum(node) else types.get(node)
@@ -174,6 +174,8 @@ def verify_sums(gm: GraphModule) -> None:
             require(
                 not narrower(dtype_of(node), kind), f"a gradient is summed in {dtype_of(node)}, not in {kind}", node
             )
+        if "step" in node.meta and eight_bits(node.meta["step"].collective):
+            require(types.get(node) == torch.float32, "what is no gradient of float32 is sent in 8 bits", node)
         if ends_sums(node) and node not in types:
             require(P not in layout_at(node).states, "a partial sum is cast to a narrower type", node)
 
@@ -181,7 +183,7 @@ def verify_sums(gm: GraphModule) -> None:
 def adds_up(node: Node) -> bool:
     """Returns whether a node is a boxing step that takes a partial sum in the type of its numbers."""
     step = node.meta.get("step")
-    if step is None or step.collective not in WIRE or step.collective == EXCHANGE:
+    if step is None or step.collective not in WIRE or EXCHANGE in step.collective:
         return False
     return P in [step.before.states[axis] for axis in step.axes]
 

@@ -11,11 +11,12 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from sbpc.graph.about import REDUCE
-from sbpc.graph.operands import operands
-from sbpc.graph.rewrite import Writer, mode_of
+from sbpc.graph.about import REDUCE, SENDS
+from sbpc.graph.operands import operands, value_of
+from sbpc.graph.ports import GRADIENT, outputs
+from sbpc.graph.rewrite import Writer, mode_of, rebuild
 from sbpc.plans.options import AS_COMPUTED
-from sbpc.rules.sum_types import CAST, dtype_of, narrower, narrows, sum_types
+from sbpc.rules.sum_types import CAST, dtype_of, is_cast_gradient, narrower, narrows, sum_types
 
 
 def wide_sums(gm: GraphModule, reduce: str) -> GraphModule:
@@ -31,6 +32,17 @@ def wide_sums(gm: GraphModule, reduce: str) -> GraphModule:
     found = sum_types(gm)
     wanted = {node: kind for node, kind in found.items() if is_short(node, found)}
     return SumWriter(gm, wanted, reduce).run() if wanted or any(map(narrows, nodes)) else gm
+
+
+def in_eight_bits(gm: GraphModule, kind: str) -> GraphModule:
+    """Returns an annotated graph whose gradients may be sent in a type of 8 bits: what makes them has it as
+    `meta["sends"]`."""
+    sums, made = sum_types(gm), rebuild(gm)
+    ends = [operands(node)[0] if is_cast_gradient(node) else node for _, node in outputs(gm, GRADIENT)]
+    marked = {each.name for node in ends if sums.get(node) == torch.float32 for each in (node, value_of(node)[0])}
+    for node in made.graph.nodes:
+        node.meta |= {SENDS: kind} if node.name in marked else {}
+    return made
 
 
 def is_short(node: Node, found: dict[Node, torch.dtype]) -> bool:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from sbpc.errors import is_name, is_number, shown
-from sbpc.graph.about import EXCHANGE, FLOAT32, PANEL_OF, RECOMPUTES, REDUCE, SLICE
+from sbpc.graph.about import EXCHANGE, FLOAT32, PANEL_OF, RECOMPUTES, REDUCE, SENDS, SLICE
 from sbpc.graph.ports import INPUTS, OUTPUTS
+from sbpc.mesh.collectives import EIGHT_BITS
 from sbpc.plans.options import OBJECTIVES, OPTIMIZER_STATE, REDUCTIONS
 
 # the first place within a value that does not fit, with what stands there; None if all fits
@@ -131,7 +132,8 @@ TENSOR = row(DTYPE, SIZES, SIZES)
 VALUE = either(NONE, TENSOR, record({"several": many(either(NONE, TENSOR))}))
 META = {
     "module": NAME, "stack_trace": INTEGER, "phase": one_of("forward", "backward"), "decomposed": NAME, PANEL_OF: NAME,
-    RECOMPUTES: NAME, REDUCE: one_of(FLOAT32, EXCHANGE), "part": row(NAME, SIZES), SLICE: INTEGER,
+    RECOMPUTES: NAME, REDUCE: one_of(FLOAT32, EXCHANGE), SENDS: one_of(*EIGHT_BITS), "part": row(NAME, SIZES),
+    SLICE: INTEGER,
 }  # fmt: skip
 NODE = {"name": IDENTIFIER, "op": NAME, "target": NAME, "val": VALUE, "args": many(call_argument), "kwargs": KWARGS}
 CONSTANTS = {"constants": table(row(DTYPE, SIZES, many(call_argument)))}

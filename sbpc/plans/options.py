@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sbpc.graph.about import EXCHANGE, FLOAT32
+from sbpc.mesh.collectives import EIGHT_BITS
 from sbpc.mesh.layout import Layout
 
 Layouts = Sequence[str | Layout | None] | None  # one layout per tensor, None for whole
@@ -16,7 +17,7 @@ OPTIMIZER_STATE: dict[str | None, int] = {"sgd": 0, "momentum": 1, "adam": 2, "a
 """How many tensors of a parameter's size an optimizer keeps."""
 SECONDS, SERIAL, BYTES = OBJECTIVES = "seconds", "serial", "bytes"
 AS_COMPUTED = "as computed"
-REDUCTIONS = FLOAT32, EXCHANGE, AS_COMPUTED
+REDUCTIONS = FLOAT32, EXCHANGE, AS_COMPUTED, *EIGHT_BITS
 NONE, SELECTIVE, FULL, AUTO = RECOMPUTE = "none", "selective", "full", "auto"
 
 
@@ -133,8 +134,10 @@ class Options:
         "how gradients are summed over ranks, micro-batches and stages where they are computed in 16 bits: "
         '"float32", in that type, or in the one of their parameter if it is wider; "exchange", in float32, too, but '
         "over ranks they may be sent as they are computed, which rounds the sum once and sends half as much; or "
-        '"as computed", whose error grows with the root of the number of ranks. Partial sums of activations, as in '
-        "tensor parallelism, are taken in the type of the activations.",
+        '"as computed", whose error grows with the root of the number of ranks; or "int8" or "float8", in float32, but '
+        "gradients cross links in 8 bits where that is faster, each rank's part rounded once and the sum once more if "
+        "it is gathered: 256 numbers share a scale, int8 is rounded at random, the same in every run. "
+        "Partial sums of activations, as in tensor parallelism, are taken in the type of the activations.",
     )
     baseline: str | None = None
     forms: Mapping[str, str] | None = None

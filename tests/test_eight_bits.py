@@ -1,0 +1,112 @@
+"""Gradients cross slow links in 8 bits: steps that pack them, their bytes and their errors, and plans that take them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sbpc.boxing.eight_bits import LARGEST
+from sbpc.boxing.paths import closure, path
+from sbpc.boxing.steps import step_cost, steps, wire
+from sbpc.mesh.collectives import EIGHT_BITS, eight_bits
+from sbpc.mesh.layout import Layout
+from sbpc.mesh.layout_codes import encode
+from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.states import B, Partial
+from tests.boxings import boxed_layouts, layouts, meshes, run_boxing
+from tests.test_lowering import strided
+
+SHAPES = st.lists(st.sampled_from([1, 2, 3, 5, 8, 0, 40, 600]), min_size=1, max_size=2).map(tuple)
+ERROR = {"int8": 1 / 127, "float8": 1 / 16}  # of the largest number of a row
+
+
+def parts_of(before: Layout, mesh: Mesh, summands: dict[tuple[int, ...], Tensor]) -> list[Tensor]:
+    """What ranks hold of the sum of these, each of which is that of the ranks with its coordinates on axes of P."""
+    added = [axis for axis, state in enumerate(before.states) if isinstance(state, Partial)]
+    whole = before.replace(dict.fromkeys(added, B))
+    held = {at: whole.shards(x, mesh.sizes, torch.Generator()) for at, x in summands.items()}
+    coordinates = [mesh.coordinates(rank) for rank in range(mesh.ranks)]
+    return [held[tuple(place[axis] for axis in added)][rank] for rank, place in enumerate(coordinates)]
+
+
+@pytest.mark.parametrize("kind", EIGHT_BITS)
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(mesh=meshes(), shape=SHAPES, grid=st.booleans(), transpose=st.booleans(), data=st.data())
+def test_every_step_in_eight_bits_is_near_exact_on_the_grid_and_sends_the_bytes_stated(
+    kind: str, mesh: Mesh, shape: tuple[int, ...], grid: bool, transpose: bool, data: st.DataObject
+) -> None:
+    before = data.draw(boxed_layouts(shape, mesh))
+    every = [step for step in steps(before, len(shape), kind) if eight_bits(step.collective)]
+    if not every:
+        return
+    step = data.draw(st.sampled_from(every))
+    added = [range(n) for n, state in zip(mesh.sizes, before.states) if isinstance(state, Partial)]
+    generator = torch.Generator().manual_seed(1)
+    summands: dict[tuple[int, ...], Tensor] = {}
+    for at in itertools.product(*added):
+        signs = torch.randint(-1, 2, shape, generator=generator) * LARGEST[kind] / 64
+        summands[at] = signs if grid else torch.randn(shape, generator=generator)
+    parts = parts_of(before, mesh, summands)
+    run = run_boxing([step], shape, mesh, strided(parts) if transpose else parts)
+    held = [outputs[0] for outputs in run.outputs]
+    for rank, part in enumerate(held):
+        assert tuple(part.shape) == step.after.local_shape(shape, mesh.sizes, mesh.coordinates(rank))
+        assert part.dtype == torch.float32
+    got, wanted = step.after.whole(held, mesh.sizes), sum(summands.values(), torch.zeros(shape))
+    most = sum(float(x.abs().max()) for x in summands.values()) if math.prod(shape) else 0.0
+    assert not wanted.numel() or float((got - wanted).abs().max()) <= (0.0 if grid else ERROR[kind] * most)
+    sent = Counter({mesh.key(step.axes): wire(step, shape, 4, mesh.sizes)[1]})
+    assert {key: each for key, each in run.bytes_sent.items() if each} == {k: v for k, v in sent.items() if v}
+
+
+def packed_sum(*parts: Tensor) -> Tensor:
+    """What an exchange in int8 makes of the parts of two ranks."""
+    mesh, start, end = Mesh(x=2), Layout.parse("[P]", "x"), Layout.parse("[S(0)]", "x")
+    (step,) = (step for step in steps(start, 1, "int8") if step.after == end and eight_bits(step.collective))
+    return torch.cat([outputs[0] for outputs in run_boxing([step], parts[0].shape, mesh, parts).outputs])
+
+
+def test_int8_is_right_on_average_where_rounding_to_the_nearest_gives_nothing() -> None:
+    small = torch.full((2, 1 << 14), 1e-3) * (1 + torch.arange(1 << 14) / (1 << 16))  # the largest of a row is 1
+    small[:, ::256] = 1.0
+    got = packed_sum(*small)
+    rest = torch.arange(1 << 14) % 256 != 0
+    assert float(got[rest].mean()) == pytest.approx(float(small.sum(0)[rest].mean()), rel=0.02)
+    assert torch.equal(got, packed_sum(*small)) and torch.equal(got[::256], torch.full((64,), 2.0))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_so_and_tiny_numbers_do_not_become_so(bad: float) -> None:
+    x = torch.randn(1024, generator=torch.Generator().manual_seed(0))
+    x[300] = bad
+    got = packed_sum(x, torch.ones(1024))
+    assert not got[300].isfinite() and got[:256].isfinite().all() and got[512:].isfinite().all()
+    tiny = torch.full((1024,), 1e-44)
+    assert float((packed_sum(tiny, tiny) - 2 * tiny).abs().max()) <= 2 * torch.finfo(torch.float32).tiny
+    most = torch.full((1024,), 0.99 * torch.finfo(torch.float32).max)
+    assert torch.allclose(packed_sum(most, -most / 2), most / 2)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(mesh=meshes(), shape=SHAPES, data=st.data())
+def test_a_path_in_eight_bits_costs_what_its_steps_cost_and_no_more_than_one_without(
+    mesh: Mesh, shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    mesh = Mesh(cluster="h100", **dict(zip(mesh.axes, mesh.sizes)))
+    before, after = data.draw(boxed_layouts(shape, mesh)), data.draw(st.sampled_from(layouts(len(shape), mesh.axes)))
+    kind = data.draw(st.sampled_from(EIGHT_BITS))
+    costs = []
+    for sums in (kind, None):
+        seconds = closure(np.array([encode(before), encode(after)]), shape, 4, mesh, sums)[0, 1]
+        taken = path(before, after, shape, 4, mesh, sums)
+        assert seconds == pytest.approx(sum(step_cost(step, shape, 4, mesh)[0] for step in taken), abs=1e-15)
+        costs.append(seconds)
+    assert costs[0] <= costs[1]
