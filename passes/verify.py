@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from sbpc.boxing.steps import steps
 from sbpc.errors import VerifyError
 from sbpc.graph.about import EXCHANGE
-from sbpc.graph.operands import is_sum, operands, outputs_of
+from sbpc.graph.operands import is_sum, operands, outputs_of, value_of
 from sbpc.graph.ports import GRADIENT, HOMES, Port, placeholders, results
 from sbpc.mesh.collectives import WIRE, eight_bits
 from sbpc.mesh.mesh import Mesh
@@ -46,6 +46,7 @@ def verify(chunk: Chunk, programs: Iterable[Programs], reduce: str) -> int:
         edges += verify_boxed(boxed, chunk.mesh)
         if reduce != AS_COMPUTED:
             verify_sums(boxed)
+            verify_sent(chunk.annotated, boxed)
         written = [local_at(classes.index(key)) for key in kinds]
         edges += sum(map(verify_local, written))
         verify_order(chunk.mesh, written, [kinds.index(key) for key in classes])
@@ -165,8 +166,8 @@ def verify_boxed(gm: GraphModule, mesh: Mesh) -> int:
 
 
 def verify_sums(gm: GraphModule) -> None:
-    """Checks that no gradient is summed in a narrower type than `sum_types` says, over ranks or over micro-batches,
-    that no other partial sum is cast to a narrower type, and that gradients alone are sent in 8 bits."""
+    """Checks that no gradient is summed in a narrower type than `sum_types` says, over ranks or over micro-batches, and
+    that no other partial sum is cast to a narrower type."""
     types = sum_types(gm)
     for node in gm.graph.nodes:
         kind = torch.float32 if is_sum(node) else types.get(node)
@@ -174,10 +175,17 @@ def verify_sums(gm: GraphModule) -> None:
             require(
                 not narrower(dtype_of(node), kind), f"a gradient is summed in {dtype_of(node)}, not in {kind}", node
             )
-        if "step" in node.meta and eight_bits(node.meta["step"].collective):
-            require(types.get(node) == torch.float32, "what is no gradient of float32 is sent in 8 bits", node)
         if ends_sums(node) and node not in types:
             require(P not in layout_at(node).states, "a partial sum is cast to a narrower type", node)
+
+
+def verify_sent(gm: GraphModule, boxed: GraphModule) -> None:
+    """Checks that nothing but gradients of float32 is sent in 8 bits. gm: the annotated graph."""
+    gradients = {value_of(node)[0].name for node, kind in sum_types(gm).items() if kind == torch.float32}
+    for node in boxed.graph.nodes:
+        if "step" in node.meta and eight_bits(node.meta["step"].collective):
+            fits = node.meta["of"] in gradients and dtype_of(node) == torch.float32
+            require(fits, "what is no gradient of float32 is sent in 8 bits", node)
 
 
 def adds_up(node: Node) -> bool:

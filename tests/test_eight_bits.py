@@ -5,22 +5,28 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+import sbpc
+from sbpc import Mesh, Plan
 from sbpc.boxing.eight_bits import LARGEST
 from sbpc.boxing.paths import closure, path
 from sbpc.boxing.steps import step_cost, steps, wire
+from sbpc.mesh.cluster import CLUSTERS
 from sbpc.mesh.collectives import EIGHT_BITS, eight_bits
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.layout_codes import encode
-from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import B, Partial
+from tests import models
 from tests.boxings import boxed_layouts, layouts, meshes, run_boxing
 from tests.test_lowering import strided
 
@@ -110,3 +116,63 @@ def test_a_path_in_eight_bits_costs_what_its_steps_cost_and_no_more_than_one_wit
         assert seconds == pytest.approx(sum(step_cost(step, shape, 4, mesh)[0] for step in taken), abs=1e-15)
         costs.append(seconds)
     assert costs[0] <= costs[1]
+
+
+SLOW = replace(
+    CLUSTERS["ideal"],
+    name="slow",
+    peak=1e9,
+    memory_bandwidth=5e9,
+    launch=5e-6,
+    ranks_per_node=2,
+    intra_bandwidth=5e10,
+    inter_bandwidth=25e6,
+    inter_latency=1e-4,
+)
+
+
+def gpt(rows: int = 8) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A small GPT-2 and a batch."""
+    torch.manual_seed(0)
+    return models.gpt2(batch=rows, seq=8, vocab=64, width=64, heads=4)
+
+
+def sent_by(plan: Plan) -> Counter[tuple[str, str]]:
+    """How many collectives there are of each kind, and over which axis."""
+    found = (
+        node.meta["step"] for chunk in plan.chunks for node in chunk.unscheduled.graph.nodes if "step" in node.meta
+    )
+    return Counter((step.collective, plan.inner.key(step.axes)) for step in found)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "overlapped": {"axes": {"d": 4}},
+    "serial": {"axes": {"d": 4}, "objective": "serial"},
+    "loop": {"axes": {"d": 4}, "microbatches": 4},
+    "stages": {"axes": {"p": 2, "d": 4}, "stages": "p", "microbatches": 4},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_plans_send_gradients_in_eight_bits_as_counted_simulated_saved_and_verified(
+    case: str, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    more = {key: value for key, value in CASES[case].items() if key != "axes"} | ({"dtype": dtype} if dtype else {})
+    (model, args), mesh = gpt(16), Mesh(**CASES[case]["axes"], cluster=SLOW)
+    plan, other = (sbpc.baseline("data", model, args, mesh, **more, reduce=kind) for kind in ("int8", "float32"))
+    kinds = sent_by(plan)
+    assert kinds["exchange_int8", "d"] == kinds["gather_int8", "d"] > 0
+    assert plan.cost.seconds < other.cost.seconds
+    plan.verify()
+    plan.save(tmp_path / "plan.sbpc")
+    loaded = sbpc.load(tmp_path / "plan.sbpc")
+    assert loaded.options.reduce == "int8" and sent_by(loaded) == kinds
+    assert plan.cost.subs() == pytest.approx(plan.cost.compute_seconds + plan.cost.comm_seconds)
+    run = sbpc.simulate(plan, model, args)
+    assert run.bytes_sent == plan.cost.bytes_sent == loaded.cost.bytes_sent
+    assert run.peak_memory <= plan.cost.memory["total"]
+    exact = dict(zip(run.gradients, torch.autograd.grad(model(*args), list(model.parameters()))))
+    errors = {name: float((run.gradients[name] - x).norm() / x.norm()) for name, x in exact.items()}
+    assert 1e-4 < max(errors.values()) < 0.02
+    assert "exchange_int8" in str(plan) and "exchange_int8" in str(plan.diff(other))
