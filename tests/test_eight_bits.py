@@ -21,6 +21,8 @@ from sbpc import Mesh, Plan
 from sbpc.boxing.eight_bits import LARGEST
 from sbpc.boxing.paths import closure, path
 from sbpc.boxing.steps import step_cost, steps, wire
+from sbpc.cli import demo_run
+from sbpc.cli.train_loop import train
 from sbpc.mesh.cluster import CLUSTERS
 from sbpc.mesh.collectives import EIGHT_BITS, eight_bits
 from sbpc.mesh.layout import Layout
@@ -28,6 +30,7 @@ from sbpc.mesh.layout_codes import encode
 from sbpc.mesh.states import B, Partial
 from tests import models
 from tests.boxings import boxed_layouts, layouts, meshes, run_boxing
+from tests.processes import run_ranks
 from tests.test_lowering import strided
 
 SHAPES = st.lists(st.sampled_from([1, 2, 3, 5, 8, 0, 40, 600]), min_size=1, max_size=2).map(tuple)
@@ -153,8 +156,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    "case, dtype", [("overlapped", None), ("serial", torch.bfloat16), ("loop", None), ("stages", torch.bfloat16)]
+)
 def test_plans_send_gradients_in_eight_bits_as_counted_simulated_saved_and_verified(
     case: str, dtype: torch.dtype | None, tmp_path: Path
 ) -> None:
@@ -176,3 +180,37 @@ def test_plans_send_gradients_in_eight_bits_as_counted_simulated_saved_and_verif
     errors = {name: float((run.gradients[name] - x).norm() / x.norm()) for name, x in exact.items()}
     assert 1e-4 < max(errors.values()) < 0.02
     assert "exchange_int8" in str(plan) and "exchange_int8" in str(plan.diff(other))
+
+
+def trained(plan: Any, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of the demo's GPT by a plan, in this process without one, and the gradients of the first step."""
+    module: Any = demo_run.model_of("float32")
+    if plan is not None:
+        module = sbpc.parallelize(module, plan)
+    optimizer, first = torch.optim.AdamW(module.parameters(), lr=demo_run.RATE), dict[str, Tensor]()
+
+    def noted(optimizer: Any, *given: Any) -> None:
+        grads = {name: p.grad for name, p in module.named_parameters()}
+        first.update({name: getattr(x, "full_tensor", x.clone)() for name, x in grads.items()} if not first else {})
+
+    optimizer.register_step_pre_hook(noted)
+    return train(module, demo_run.batches(steps), optimizer, step=getattr(module, "step", None)), first
+
+
+@pytest.mark.parametrize("steps", [20, pytest.param(1000, marks=pytest.mark.prove)])
+def test_real_ranks_train_the_gpt_of_the_demo_in_eight_bits_as_one_process_does(steps: int) -> None:
+    model, (args, _) = demo_run.model_of("float32"), next(demo_run.batches(1))
+    plan = sbpc.baseline("data", model, args, Mesh(d=4, cluster=SLOW), reduce="int8")
+    kinds = sent_by(plan)
+    assert kinds["exchange_int8", "d"] == kinds["gather_int8", "d"] > 15
+    alone, exact = trained(None, steps)
+    found = run_ranks(trained, 4, plan, steps, seconds=600)
+    assert all(isinstance(each, tuple) for each in found), found
+    simulated = sbpc.simulate(plan, model, args).gradients
+    for losses, first in found:
+        last = slice(-len(losses) // 10, None)
+        assert sum(losses[last]) == pytest.approx(sum(alone[last]), rel=5e-3)
+        for name, x in first.items():
+            assert torch.equal(x, found[0][1][name])
+            assert float((x - simulated[name]).norm()) <= 0.01 * float(x.norm())
+            assert float((x - exact[name]).norm()) <= 0.02 * float(x.norm())
