@@ -23,11 +23,13 @@ from sbpc.boxing.paths import closure, path
 from sbpc.boxing.steps import step_cost, steps, wire
 from sbpc.cli import demo_run
 from sbpc.cli.train_loop import train
+from sbpc.errors import PlanError, VerifyError
 from sbpc.mesh.cluster import CLUSTERS
 from sbpc.mesh.collectives import EIGHT_BITS, eight_bits
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.layout_codes import encode
 from sbpc.mesh.states import B, Partial
+from sbpc.passes.verify import verify_sent
 from tests import models
 from tests.boxings import boxed_layouts, layouts, meshes, run_boxing
 from tests.processes import run_ranks
@@ -214,3 +216,31 @@ def test_real_ranks_train_the_gpt_of_the_demo_in_eight_bits_as_one_process_does(
             assert torch.equal(x, found[0][1][name])
             assert float((x - simulated[name]).norm()) <= 0.01 * float(x.norm())
             assert float((x - exact[name]).norm()) <= 0.02 * float(x.norm())
+
+
+def test_slow_links_alone_carry_eight_bits() -> None:
+    model, args = gpt(16)
+    kinds = sent_by(sbpc.baseline("data", model, args, Mesh(d=2, f=2, cluster=SLOW), reduce="float8"))
+    assert kinds["exchange_float8", "d"] and kinds["gather_float8", "d"] and kinds["reduce_scatter", "f"]
+    assert not kinds["exchange_float8", "f"] and not kinds["exchange_float8", "d+f"]
+    for cluster in ("h100", replace(SLOW, memory_bandwidth=5e7)):  # fast links, and slow kernels
+        kinds = sent_by(sbpc.baseline("data", model, args, Mesh(d=4, cluster=cluster), reduce="int8"))
+        assert kinds["all_reduce", "d"] and not any(eight_bits(kind) for kind, _ in kinds)
+
+
+def test_an_activation_in_eight_bits_is_found() -> None:
+    model, args = gpt(16)
+    plan = sbpc.baseline("megatron", model, args, Mesh(t=4, cluster=SLOW), reduce="int8")
+    boxed = plan.unscheduled
+    verify_sent(plan.annotated, boxed)
+    moved = [node for node in boxed.graph.nodes if "step" in node.meta and node.meta.get("phase") != "backward"]
+    node = next(node for node in moved if node.meta["step"].collective == "all_reduce" and node.meta["val"].dim() == 3)
+    node.meta["step"] = replace(node.meta["step"], collective="gather_int8")
+    with pytest.raises(VerifyError, match="what is no gradient of float32 is sent in 8 bits"):
+        verify_sent(plan.annotated, boxed)
+
+
+def test_eight_bits_for_gradients_of_float64_are_refused() -> None:
+    model, args = nn.Linear(4, 4).double(), (torch.randn(4, 4, dtype=torch.float64),)
+    with pytest.raises(PlanError, match=r"summed in torch\.float64\n  Leave it out"):
+        sbpc.plan(model, args, Mesh(d=2), reduce="int8")

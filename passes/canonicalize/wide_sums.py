@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from sbpc.errors import PlanError
 from sbpc.graph.about import REDUCE, SENDS
 from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import GRADIENT, outputs
@@ -36,9 +37,12 @@ def wide_sums(gm: GraphModule, reduce: str) -> GraphModule:
 
 def in_eight_bits(gm: GraphModule, kind: str) -> GraphModule:
     """Returns an annotated graph whose gradients may be sent in a type of 8 bits: what makes them has it as
-    `meta["sends"]`."""
+    `meta["sends"]`. Raises PlanError if none of them is summed in float32."""
     sums, made = sum_types(gm), rebuild(gm)
     ends = [operands(node)[0] if is_cast_gradient(node) else node for _, node in outputs(gm, GRADIENT)]
+    if ends and torch.float32 not in map(sums.get, ends):
+        what = f"reduce={kind!r} packs numbers of float32, and gradients here are summed in {dtype_of(ends[0])}"
+        raise PlanError(f"{what}\n  Leave it out, or hold the parameters in float32 or fewer bits.")
     marked = {each.name for node in ends if sums.get(node) == torch.float32 for each in (node, value_of(node)[0])}
     for node in made.graph.nodes:
         node.meta |= {SENDS: kind} if node.name in marked else {}
