@@ -84,7 +84,7 @@ PASSES = {
             "sums",
             wide_sums,
             verify_annotated,
-            "where numbers have 16 bits and reduce= is not 'as computed', or it is of 8 bits",
+            "where numbers have 16 bits and reduce= is not 'as computed', or it or gather= is of 8 bits",
         ),
         Pass("recompute", recompute, verify_annotated, "where recompute= is not 'none'"),
         Pass(
@@ -145,14 +145,16 @@ class Stages:
         self.show(name, gm)
         return gm
 
-    def with_sums(self, gm: GraphModule, reduce: str) -> GraphModule:
-        """Returns an annotated graph with its sums in wider types where `wide_sums` changes any."""
+    def with_sums(self, gm: GraphModule, options: Options) -> GraphModule:
+        """Returns an annotated graph with its sums in wider types where `wide_sums` changes any, and what may be sent
+        in 8 bits marked."""
+        reduce, eight = options.reduce, {options.reduce, options.gather} & {*EIGHT_BITS}
         with self.timed("sums"):
             made = wide_sums(gm, FLOAT32 if reduce in EIGHT_BITS else reduce)
             if made is not gm:
                 made = annotate(made)
-            if reduce in EIGHT_BITS:
-                made = in_eight_bits(made, reduce)
+            if eight:
+                made = in_eight_bits(made, options)
         return gm if made is gm else self.passed("sums", made)
 
     def show_plan(self, plan: Plan) -> None:

@@ -12,13 +12,13 @@ from sbpc.boxing.steps import steps
 from sbpc.errors import VerifyError
 from sbpc.graph.about import EXCHANGE
 from sbpc.graph.operands import is_sum, operands, outputs_of, value_of
-from sbpc.graph.ports import GRADIENT, HOMES, Port, placeholders, results
+from sbpc.graph.ports import GRADIENT, HOMES, PARAMETER, Port, placeholders, results
 from sbpc.mesh.collectives import WIRE, eight_bits
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import P
 from sbpc.plans.chunk import Assignment, Chunk
 from sbpc.plans.measure import layout_at
-from sbpc.plans.options import AS_COMPUTED
+from sbpc.plans.options import AS_COMPUTED, Options
 from sbpc.plans.program_check import REPORT, require, verify_local
 from sbpc.plans.rank_programs import wrong_collectives
 from sbpc.plans.timeline import kind_of
@@ -31,11 +31,11 @@ MOST_RANKS = 64  # whose programs are checked
 Programs = tuple[GraphModule, Callable[[int], GraphModule]]  # a boxed graph, and by rank what is written for it
 
 
-def verify(chunk: Chunk, programs: Iterable[Programs], reduce: str) -> int:
+def verify(chunk: Chunk, programs: Iterable[Programs], options: Options) -> int:
     """Checks all graphs of a chunk, and returns the number of edges checked. Raises VerifyError with the offending
     node.
 
-    programs: those that ranks run. reduce: the option of that name.
+    programs: those that ranks run. options: of the plan.
     """
     edges = verify_captured(chunk.annotated)
     edges += verify_annotated(chunk.annotated)
@@ -44,9 +44,9 @@ def verify(chunk: Chunk, programs: Iterable[Programs], reduce: str) -> int:
     kinds = list(dict.fromkeys(classes))
     for boxed, local_at in programs:
         edges += verify_boxed(boxed, chunk.mesh)
-        if reduce != AS_COMPUTED:
+        verify_sent(chunk.annotated, boxed, options)
+        if options.reduce != AS_COMPUTED:
             verify_sums(boxed)
-            verify_sent(chunk.annotated, boxed)
         written = [local_at(classes.index(key)) for key in kinds]
         edges += sum(map(verify_local, written))
         verify_order(chunk.mesh, written, [kinds.index(key) for key in classes])
@@ -179,13 +179,17 @@ def verify_sums(gm: GraphModule) -> None:
             require(P not in layout_at(node).states, "a partial sum is cast to a narrower type", node)
 
 
-def verify_sent(gm: GraphModule, boxed: GraphModule) -> None:
-    """Checks that nothing but gradients of float32 is sent in 8 bits. gm: the annotated graph."""
+def verify_sent(gm: GraphModule, boxed: GraphModule, options: Options) -> None:
+    """Checks that nothing but gradients and parameters of float32 is sent in 8 bits, in the types that options name.
+    gm: the annotated graph."""
     gradients = {value_of(node)[0].name for node, kind in sum_types(gm).items() if kind == torch.float32}
+    known = dict.fromkeys(gradients, options.reduce)
+    known |= {node.name: options.gather for node in placeholders(gm, PARAMETER).values()}
     for node in boxed.graph.nodes:
         if "step" in node.meta and eight_bits(node.meta["step"].collective):
-            fits = node.meta["of"] in gradients and dtype_of(node) == torch.float32
-            require(fits, "what is no gradient of float32 is sent in 8 bits", node)
+            kind = eight_bits(node.meta["step"].collective)
+            fits = known.get(node.meta["of"]) == kind and dtype_of(node) == torch.float32
+            require(fits, f"what is no gradient or parameter to be sent so is sent in {kind}", node)
 
 
 def adds_up(node: Node) -> bool:

@@ -30,6 +30,7 @@ from sbpc.mesh.layout import Layout
 from sbpc.mesh.layout_codes import encode
 from sbpc.mesh.states import B, Partial
 from sbpc.passes.verify import verify_sent
+from sbpc.plans.options import Options
 from tests import models
 from tests.boxings import boxed_layouts, layouts, meshes, run_boxing
 from tests.processes import run_ranks
@@ -156,32 +157,45 @@ CASES: dict[str, dict[str, Any]] = {
     "loop": {"axes": {"d": 4}, "microbatches": 4},
     "stages": {"axes": {"p": 2, "d": 4}, "stages": "p", "microbatches": 4},
 }
+KINDS = [
+    ("exchange_int8", "data", {"reduce": "int8"}),
+    ("gather_int8", "data", {"reduce": "int8"}),
+    ("gather_int8", "fsdp", {"gather": "int8"}),
+    ("exchange_float8", "fsdp", {"reduce": "float8", "gather": "int8"}),
+]
 
 
 @pytest.mark.parametrize(
-    "case, dtype", [("overlapped", None), ("serial", torch.bfloat16), ("loop", None), ("stages", torch.bfloat16)]
+    "case, dtype, kind",
+    [
+        ("overlapped", None, KINDS[0]),
+        ("serial", torch.bfloat16, KINDS[1]),
+        ("serial", None, KINDS[3]),
+        ("loop", None, KINDS[2]),
+        ("stages", torch.bfloat16, KINDS[0]),
+    ],
 )
-def test_plans_send_gradients_in_eight_bits_as_counted_simulated_saved_and_verified(
-    case: str, dtype: torch.dtype | None, tmp_path: Path
+def test_plans_send_eight_bits_as_counted_simulated_saved_and_verified(
+    case: str, dtype: torch.dtype | None, kind: tuple[str, str, dict[str, str]], tmp_path: Path
 ) -> None:
     more = {key: value for key, value in CASES[case].items() if key != "axes"} | ({"dtype": dtype} if dtype else {})
-    (model, args), mesh = gpt(16), Mesh(**CASES[case]["axes"], cluster=SLOW)
-    plan, other = (sbpc.baseline("data", model, args, mesh, **more, reduce=kind) for kind in ("int8", "float32"))
+    (model, args), mesh, (collective, scheme, asked) = gpt(16), Mesh(**CASES[case]["axes"], cluster=SLOW), kind
+    plan, other = (sbpc.baseline(scheme, model, args, mesh, **more, **each) for each in (asked, {}))
     kinds = sent_by(plan)
-    assert kinds["exchange_int8", "d"] == kinds["gather_int8", "d"] > 0
-    assert plan.cost.seconds < other.cost.seconds
+    assert kinds[collective, "d"] > 0 and plan.cost.seconds < other.cost.seconds
+    assert {eight_bits(name) for name, _ in kinds} <= {None, *asked.values()}
     plan.verify()
     plan.save(tmp_path / "plan.sbpc")
     loaded = sbpc.load(tmp_path / "plan.sbpc")
-    assert loaded.options.reduce == "int8" and sent_by(loaded) == kinds
+    assert sent_by(loaded) == kinds and all(getattr(loaded.options, name) == asked[name] for name in asked)
     assert plan.cost.subs() == pytest.approx(plan.cost.compute_seconds + plan.cost.comm_seconds)
     run = sbpc.simulate(plan, model, args)
     assert run.bytes_sent == plan.cost.bytes_sent == loaded.cost.bytes_sent
     assert run.peak_memory <= plan.cost.memory["total"]
     exact = dict(zip(run.gradients, torch.autograd.grad(model(*args), list(model.parameters()))))
     errors = {name: float((run.gradients[name] - x).norm() / x.norm()) for name, x in exact.items()}
-    assert 1e-4 < max(errors.values()) < 0.02
-    assert "exchange_int8" in str(plan) and "exchange_int8" in str(plan.diff(other))
+    assert 1e-4 < max(errors.values()) < (0.02 if asked.get("reduce") != "float8" else 0.05)
+    assert collective in str(plan) and collective in str(plan.diff(other))
 
 
 def trained(plan: Any, steps: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -232,12 +246,21 @@ def test_an_activation_in_eight_bits_is_found() -> None:
     model, args = gpt(16)
     plan = sbpc.baseline("megatron", model, args, Mesh(t=4, cluster=SLOW), reduce="int8")
     boxed = plan.unscheduled
-    verify_sent(plan.annotated, boxed)
+    verify_sent(plan.annotated, boxed, plan.options)
     moved = [node for node in boxed.graph.nodes if "step" in node.meta and node.meta.get("phase") != "backward"]
     node = next(node for node in moved if node.meta["step"].collective == "all_reduce" and node.meta["val"].dim() == 3)
     node.meta["step"] = replace(node.meta["step"], collective="gather_int8")
-    with pytest.raises(VerifyError, match="what is no gradient of float32 is sent in 8 bits"):
-        verify_sent(plan.annotated, boxed)
+    with pytest.raises(VerifyError, match="what is no gradient or parameter to be sent so is sent in int8"):
+        verify_sent(plan.annotated, boxed, plan.options)
+
+
+def test_a_file_whose_options_do_not_say_that_eight_bits_are_sent_is_refused(tmp_path: Path) -> None:
+    model, args = gpt(16)
+    for asked in ({"reduce": "int8"}, {"gather": "int8"}):
+        plan = sbpc.baseline("fsdp", model, args, Mesh(d=4, cluster=SLOW), **asked, objective="serial")
+        replace(plan, options=Options(optimizer=plan.options.optimizer)).save(tmp_path / "plan.sbpc")
+        with pytest.raises(PlanError, match="to be sent so is sent in int8"):
+            sbpc.load(tmp_path / "plan.sbpc")
 
 
 def test_eight_bits_for_gradients_of_float64_are_refused() -> None:

@@ -14,9 +14,10 @@ from torch.fx.node import map_arg
 from sbpc.errors import PlanError
 from sbpc.graph.about import REDUCE, SENDS
 from sbpc.graph.operands import operands, value_of
-from sbpc.graph.ports import GRADIENT, outputs
+from sbpc.graph.ports import GRADIENT, PARAMETER, outputs, placeholders
 from sbpc.graph.rewrite import Writer, mode_of, rebuild
-from sbpc.plans.options import AS_COMPUTED
+from sbpc.mesh.collectives import EIGHT_BITS
+from sbpc.plans.options import AS_COMPUTED, Options
 from sbpc.rules.sum_types import CAST, dtype_of, is_cast_gradient, narrower, narrows, sum_types
 
 
@@ -35,17 +36,19 @@ def wide_sums(gm: GraphModule, reduce: str) -> GraphModule:
     return SumWriter(gm, wanted, reduce).run() if wanted or any(map(narrows, nodes)) else gm
 
 
-def in_eight_bits(gm: GraphModule, kind: str) -> GraphModule:
-    """Returns an annotated graph whose gradients may be sent in a type of 8 bits: what makes them has it as
-    `meta["sends"]`. Raises PlanError if none of them is summed in float32."""
-    sums, made = sum_types(gm), rebuild(gm)
+def in_eight_bits(gm: GraphModule, options: Options) -> GraphModule:
+    """Returns an annotated graph whose gradients and parameters may be sent in types of 8 bits, as options say: what
+    makes them has the type as `meta["sends"]`. Raises PlanError if no gradient that is to be is summed in float32."""
+    sums, made, kind = sum_types(gm), rebuild(gm), options.reduce
     ends = [operands(node)[0] if is_cast_gradient(node) else node for _, node in outputs(gm, GRADIENT)]
-    if ends and torch.float32 not in map(sums.get, ends):
+    if kind in EIGHT_BITS and ends and torch.float32 not in map(sums.get, ends):
         what = f"reduce={kind!r} packs numbers of float32, and gradients here are summed in {dtype_of(ends[0])}"
         raise PlanError(f"{what}\n  Leave it out, or hold the parameters in float32 or fewer bits.")
     marked = {each.name for node in ends if sums.get(node) == torch.float32 for each in (node, value_of(node)[0])}
+    marks = dict.fromkeys(marked, kind) | {node.name: options.gather for node in placeholders(gm, PARAMETER).values()}
     for node in made.graph.nodes:
-        node.meta |= {SENDS: kind} if node.name in marked else {}
+        if marks.get(node.name) in EIGHT_BITS:
+            node.meta[SENDS] = marks[node.name]
     return made
 
 

@@ -50,7 +50,7 @@ def plan_stages(gm: GraphModule, clocks: Stages, mesh: Mesh, asked: Options) -> 
     axis, baseline = asked.stages, asked.baseline
     if asked.dynamic is not None:
         asked = replace(asked, dynamic=check_names(gm, mesh, asked.dynamic))
-    gm = clocks.with_sums(gm, asked.reduce)
+    gm = clocks.with_sums(gm, asked)
     if again := forms_of(gm, asked.recompute):
         gm = clocks.run("recompute", gm, again)
     count = asked.microbatches or usual_count(gm, 1 if axis is None else mesh.sizes[mesh.axis(axis)])

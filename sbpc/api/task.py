@@ -125,7 +125,7 @@ class Task:
     def rewritten(self, mesh: Mesh, forms: Mapping[str, str], asked: Options) -> tuple[GraphModule, GraphModule | None]:
         """Returns the graph that computes again what `forms` say and works on micro-batches, and that without these
         if it does."""
-        gm = self.stages.with_sums(self.gm, asked.reduce)
+        gm = self.stages.with_sums(self.gm, asked)
         if forms:
             gm = self.stages.run("recompute", gm, forms)
         count = asked.microbatches or 1

@@ -16,7 +16,7 @@ import numpy as np
 from sbpc.boxing.shortest_paths import Edges
 from sbpc.boxing.steps import Kind, Step, all_layouts, all_steps, kernel_seconds
 from sbpc.errors import LayoutError
-from sbpc.mesh.collectives import block_bytes, eight_bits
+from sbpc.mesh.collectives import CARRIERS, block_bytes
 from sbpc.mesh.layout import Layout, cut
 from sbpc.mesh.layout_codes import NAMES, SUM, WHOLE, Array, decode, encode, joined, states_of
 from sbpc.mesh.mesh import Mesh
@@ -173,7 +173,7 @@ class _Prices:
         lines, least = zip(*(mesh.lines(axes, collective) for collective, axes in graph.kinds))
         taken, size, kernels = np.full(len(block), np.inf), itemsize * block, np.zeros(len(block))
         for kind, (collective, axes) in enumerate(graph.kinds):
-            if eight_bits(collective):
+            if collective in CARRIERS:
                 of_kind, group = graph.kind == kind, math.prod(mesh.sizes[axis] for axis in axes)
                 size[of_kind] = block_bytes(collective, block[of_kind], itemsize)
                 kernels[of_kind] = sum(kernel_seconds(collective, group, block[of_kind], mesh))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from sbpc.graph.about import EXCHANGE, FLOAT32
-from sbpc.mesh.collectives import EIGHT_BITS, WIRE, block_bytes, eight_bits, packing, seconds_on
+from sbpc.mesh.collectives import CARRIERS, EIGHT_BITS, WIRE, block_bytes, packing, seconds_on
 from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.layout_codes import (
     EXTREMES,
@@ -164,9 +164,9 @@ def step_cost(step: Step, shape: Numbers, itemsize: int, mesh: Mesh) -> tuple[fl
 
 
 def kernels_of(step: Step, shape: Numbers, mesh: Mesh) -> tuple[float, float]:
-    """Seconds in which a rank packs what it sends in a step, and in which it unpacks what it gets, where that is sent
-    in 8 bits; else zeros."""
-    if eight_bits(step.collective) is None:
+    """Seconds in which a rank packs what it sends in a step, and in which it unpacks and adds up what it gets; zeros
+    where a library does all of that."""
+    if step.collective not in CARRIERS:
         return 0.0, 0.0
     before, after = kernel_seconds(step.collective, *group_of(step, shape, mesh.sizes), mesh)
     return float(before), float(after)

@@ -36,6 +36,7 @@ ASKED = (  # options that are compared
     "slices",
     "recompute",
     "reduce",
+    "gather",
     "pin",
 )
 

@@ -160,6 +160,7 @@ def asked(plan: Plan) -> list[str]:
     texts += [f"recompute {options.recompute}"] if options.recompute != NONE else []
     sent = "sent in" if options.reduce in EIGHT_BITS else "summed"
     texts += [f"gradients {sent} {options.reduce}"] if options.reduce != FLOAT32 else []
+    texts += [f"parameters sent in {options.gather}"] if options.gather in EIGHT_BITS else []
     texts += [f"at most {quantity(options.memory, 'B')} a rank"] if options.memory is not None else []
     return [clean(text) for text in (*texts, *(f"pin {name} = {layout}" for name, layout in options.pin.items()))]
 

@@ -21,7 +21,7 @@ import sympy
 from sbpc.boxing.steps import Step, group_of, kernel_seconds, wire
 from sbpc.errors import PlanError, check_kinds
 from sbpc.mesh.cluster import collective_seconds
-from sbpc.mesh.collectives import CARRIERS, WIRE, Min, block_bytes, eight_bits
+from sbpc.mesh.collectives import CARRIERS, WIRE, Min, block_bytes
 from sbpc.mesh.layout import cut, numel
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import Axes
@@ -249,7 +249,7 @@ class Cost:
         s, step, key = self.symbols, transfer.step, self.link_name(transfer.step)
         ranks, block = self.group_expr(transfer)
         some = sympy.Min(ranks - 1, 1)  # on one rank nothing is sent
-        kernels = some * self.packing_expr(transfer) if eight_bits(step.collective) else 0
+        kernels = some * self.packing_expr(transfer) if step.collective in CARRIERS else 0
         if lines := self.lines_expr(step.axes, step.collective, key):
             return some * Min(*(start + block * each for start, each in lines)) + kernels
         rounds, sent = WIRE[step.collective](ranks, block)
@@ -302,7 +302,7 @@ class Cost:
         return group_of(transfer.step, transfer.shape, mesh.sizes, sizes, transfer.dims)
 
     def packing_expr(self, transfer: Transfer) -> sympy.Expr:
-        """Returns the seconds of the kernels of one collective that sends 8 bits as a formula."""
+        """Returns the seconds of the kernels before and behind one collective as a formula."""
         s, mesh = self.symbols, self.terms.mesh
         rates = s["peak"], s["memory_bandwidth"], s["launch"]
         return sympy.Add(*kernel_seconds(transfer.step.collective, *self.block_expr(transfer), mesh, rates))

@@ -13,7 +13,7 @@ from sbpc.errors import is_name, is_number, shown
 from sbpc.graph.about import EXCHANGE, FLOAT32, PANEL_OF, RECOMPUTES, REDUCE, SENDS, SLICE
 from sbpc.graph.ports import INPUTS, OUTPUTS
 from sbpc.mesh.collectives import EIGHT_BITS
-from sbpc.plans.options import OBJECTIVES, OPTIMIZER_STATE, REDUCTIONS
+from sbpc.plans.options import GATHERED, OBJECTIVES, OPTIMIZER_STATE, REDUCTIONS
 
 # the first place within a value that does not fit, with what stands there; None if all fits
 Check = Callable[[Any], str | None]
@@ -152,7 +152,8 @@ OPTIONS = record({
 }, {
     "dtype": either(NONE, NAME), "eval": many(NAME), "left_out": many(NAME), "memory": MEMORY, "pin": table(NAME),
     "spread": FLAG, "microbatches": COUNT, "panels": COUNT, "slices": COUNT, "recompute": NAME, "baseline": NAME,
-    "schedule": NAME, "stages": either(NONE, NAME), "inputs": LAYOUTS, "outputs": LAYOUTS, "guards": table(many(LINE)),
+    "gather": one_of(*GATHERED), "schedule": NAME, "stages": either(NONE, NAME), "inputs": LAYOUTS, "outputs": LAYOUTS,
+    "guards": table(many(LINE)),
     "dynamic": many(row(NAME, either(INTEGER, many(either(NONE, NAME))))),
 })  # fmt: skip
 FIGURE = either(NONE, LINE, leaf(lambda v: is_number(v, (int, float))))

@@ -18,6 +18,8 @@ OPTIMIZER_STATE: dict[str | None, int] = {"sgd": 0, "momentum": 1, "adam": 2, "a
 SECONDS, SERIAL, BYTES = OBJECTIVES = "seconds", "serial", "bytes"
 AS_COMPUTED = "as computed"
 REDUCTIONS = FLOAT32, EXCHANGE, AS_COMPUTED, *EIGHT_BITS
+AS_STORED = "as stored"
+GATHERED = AS_STORED, *EIGHT_BITS
 NONE, SELECTIVE, FULL, AUTO = RECOMPUTE = "none", "selective", "full", "auto"
 
 
@@ -138,6 +140,12 @@ class Options:
         "gradients cross links in 8 bits where that is faster, each rank's part rounded once and the sum once more if "
         "it is gathered: 256 numbers share a scale, int8 is rounded at random, the same in every run. "
         "Partial sums of activations, as in tensor parallelism, are taken in the type of the activations.",
+    )
+    gather: str = option(
+        AS_STORED,
+        'how parameters of float32 cross links: "as stored", or as they are cast before; or "int8" or "float8", in 8 '
+        "bits where that is faster, as gradients by `reduce`: what a step reads is then rounded, what is stored and "
+        "trained is not.",
     )
     baseline: str | None = None
     forms: Mapping[str, str] | None = None

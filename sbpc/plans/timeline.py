@@ -55,8 +55,8 @@ class Work:
 
     latency: the part of the seconds that a collective does not take where it goes in one message with another: all but
     what its bytes take in a long message. block, lines: of one that is sent otherwise in longer messages, its bytes and
-    what messages take (see `Mesh.lines`). pack, unpack: of one that sends 8 bits, the seconds of the kernels before and
-    behind it.
+    what messages take (see `Mesh.lines`). pack, unpack: seconds in which kernels prepare what it sends,
+    and add up or unpack what it gives once it is waited for.
     """
 
     stream: str
@@ -98,7 +98,7 @@ def works(boxed: GraphModule, mesh: Mesh) -> dict[Node, Work]:
 
 
 def unpacking(transfer: Work) -> Work:
-    """Returns what unpacking what a collective has brought occupies."""
+    """Returns what is computed once a collective is waited for."""
     return Work(COMPUTE, transfer.unpack) if transfer.unpack else NOTHING
 
 
@@ -290,6 +290,7 @@ def event_of(node: Node, stream: str, start: float, end: float, mesh: Mesh) -> E
     """Returns the event of a node."""
     step = node.meta.get("step")
     kind, axis = (step.collective, mesh.key(step.axes)) if step else (str(node.target).removesuffix(".default"), "")
+    kind = f"after {node.meta['awaits'].collective}" if "awaits" in node.meta else kind
     module, phase = node.meta.get("module") or "", node.meta.get("phase", "forward")
     return Event(stream, start, end, node.name, kind, module, phase, axis, node.meta.get("bucket", ""))
 

@@ -59,9 +59,11 @@ def sums_of(maker: Node, readers: Iterable[Node]) -> str | None:
 
 
 def sent_in(gm: GraphModule) -> dict[tuple[Node, int], str]:
-    """Returns by gradient of float32 (of which output of which node it is) the type of 8 bits in which it may be sent,
-    where its maker says so and nothing else reads it."""
-    ports, found = dict[tuple[Node, int], list[Any]](), dict[tuple[Node, int], str]()
+    """Returns by gradient or parameter of float32 (of which output of which node it is) the type of 8 bits in which it
+    may be sent, where its maker says so; of a gradient, where nothing else reads it."""
+    stored = placeholders(gm, PARAMETER).values()
+    found = {(x, 0): str(x.meta[SENDS]) for x in stored if SENDS in x.meta and dtype_of(x) == torch.float32}
+    ports = dict[tuple[Node, int], list[Any]]()
     for port, node in outputs(gm):
         end = operands(node)[0] if is_cast_gradient(node) else node
         ports.setdefault(value_of(end), []).append((port.kind, end))
