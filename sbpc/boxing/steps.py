@@ -77,6 +77,11 @@ class Step:
         return f"{self.before} -> {self.after}: {self.collective} over {over}"
 
     @property
+    def carrier(self) -> str:
+        """The collective of a library that sends it."""
+        return CARRIERS.get(self.collective, self.collective)
+
+    @property
     def parts(self) -> tuple[Step, ...]:
         """The two steps that a crop is; of another step itself."""
         if self.collective != "crop":

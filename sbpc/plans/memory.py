@@ -25,7 +25,6 @@ from sbpc.boxing.lower import lower
 from sbpc.boxing.steps import Step
 from sbpc.graph.about import is_boxing
 from sbpc.graph.operands import is_sum, leaves, nodes_in, operands, value_of
-from sbpc.mesh.collectives import CARRIERS
 from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.mesh import Mesh
 from sbpc.rules.binding import flat_outputs
@@ -203,8 +202,7 @@ class Life:
         result = self.add_calls(node, calls[:at], storages)
         if at < len(calls) - 1:  # else nothing is sent
             received, ranks = sum(calls[at].makes), math.prod(mesh.sizes[axis] for axis in step.axes)
-            carrier = CARRIERS.get(step.collective, step.collective)
-            sent = {"reduce_scatter": received * ranks, "all_gather": received // ranks}.get(carrier, received)
+            sent = {"reduce_scatter": received * ranks, "all_gather": received // ranks}.get(step.carrier, received)
             bucket.sent, bucket.received = bucket.sent + sent, bucket.received + received
             bucket.operands += [storages[used] for used in calls[at].reads]
         bucket.missing -= 1
@@ -227,7 +225,7 @@ class Life:
             bucket, received = self.buckets[start.meta["bucket"]], calls[first - 1].makes
             self.add_call(node, [bucket.result] if bucket.ended else [bucket.joined, bucket.result], ())
             bucket.ended = True
-            copied = node.meta["awaits"].collective in ("all_gather", "all_to_all", *CARRIERS)
+            copied = node.meta["awaits"].carrier in ("all_gather", "all_to_all")
             storages += self.add_call(node, [bucket.result], received) if copied else [bucket.result]
             return self.add_calls(node, calls[first:], storages)
         given = [storages[at] for call in calls[first - 1 : first] for at in call.reads]
