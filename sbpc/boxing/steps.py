@@ -163,9 +163,14 @@ def step_cost(step: Step, shape: Numbers, itemsize: int, mesh: Mesh) -> tuple[fl
     if step.collective not in WIRE:
         return 0.0, 0.0
     ranks, block = group(step, shape, itemsize, mesh.sizes)
-    lines, least = mesh.lines(step.axes, step.collective)
-    seconds = max(seconds_on(lines, block), least) + sum(kernels_of(step, shape, mesh))
+    seconds = link_seconds(step, block, mesh) + sum(kernels_of(step, shape, mesh))
     return seconds, float(WIRE[step.collective](ranks, block)[1])
+
+
+def link_seconds(step: Step, block: float, mesh: Mesh) -> float:
+    """Seconds of the collective of a step with a block of so many bytes."""
+    lines, least = mesh.lines(step.axes, step.collective)
+    return max(seconds_on(lines, block), least)
 
 
 def kernels_of(step: Step, shape: Numbers, mesh: Mesh) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from sbpc.boxing.steps import group, kernels_of, step_cost
+from sbpc.boxing.steps import group, kernels_of, link_seconds
 from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.collectives import WIRE, Lines, seconds_on
 from sbpc.mesh.mesh import Mesh
@@ -113,13 +113,11 @@ def step_work(step: Any, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> W
     """Returns what one boxing step of a tensor occupies."""
     if step.collective not in WIRE or all(mesh.sizes[axis] == 1 for axis in step.axes):
         return NOTHING
-    kernels = kernels_of(step, shape, mesh)
-    seconds = step_cost(step, shape, itemsize, mesh)[0] - sum(kernels)
     _, block = group(step, shape, itemsize, mesh.sizes)
-    lines, _ = mesh.lines(step.axes, step.collective)
+    seconds, (lines, _) = link_seconds(step, block, mesh), mesh.lines(step.axes, step.collective)
     stream, latency = INSIDE if mesh.inside(step.axes) else ACROSS, seconds - float(block * lines[-1][1])
     known = (float(block), lines) if len(lines) > 1 else (0.0, ())
-    return Work(stream, seconds, latency, *known, *kernels)
+    return Work(stream, seconds, latency, *known, *kernels_of(step, shape, mesh))
 
 
 def kernel_work_of(node: Node, mesh: Mesh) -> Work:
