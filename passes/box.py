@@ -17,7 +17,7 @@ from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.chunk import Assignment
 from sbpc.rules.choices import Choice
-from sbpc.rules.sum_types import sums_of
+from sbpc.rules.sum_types import sent_in, sums_of
 
 
 def box(gm: GraphModule, assignment: Assignment, mesh: Mesh) -> GraphModule:
@@ -46,6 +46,7 @@ class Boxer(Copies):
         self.gm, self.assignment, self.mesh = gm, assignment, mesh
         self.parts: dict[Node, list[Any]] = {}  # the results of a node of several outputs that is taken apart
         self.boxed: dict[tuple[Node, int, Layout], Node] = {}
+        self.sent_in = sent_in(gm)
         self.due: dict[Node, list[Layout]] = {}  # by result: the layouts in which it is left
         for node, layout in zip(results(gm), assignment.outputs):
             if node is not None and layout is not None:
@@ -131,7 +132,7 @@ class Boxer(Copies):
         value, producer = node.meta["val"], value_of(node)[0]
         meta = about(reader, ORIGIN)
         meta |= {"val": value, "of": producer.meta.get("call", producer.name), "call": value_of(reader)[0].name}
-        sums = sums_of(node, node.users)
+        sums = self.sent_in.get(value_of(node)) or sums_of(node, node.users)
         for step in path(source.meta["sbp"], layout, tuple(value.shape), value.element_size(), self.mesh, sums):
             meta |= {"sbp": step.after, "step": step}
             source = called(self.graph, boxing, (source, str(step)), {}, f"box_{node.name}", meta)

@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 from torch.fx import GraphModule
 
 from sbpc.errors import LayoutError, PinError, PlanError
+from sbpc.graph.about import FLOAT32
 from sbpc.graph.no_gc import uncollected
 from sbpc.inspect.diff import diff
 from sbpc.inspect.graph_text import graph_text
 from sbpc.inspect.model_map import model_map
 from sbpc.inspect.page import page_html
 from sbpc.inspect.report import report
+from sbpc.mesh.collectives import EIGHT_BITS
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish
 from sbpc.passes.annotate import annotate
@@ -30,7 +32,7 @@ from sbpc.passes.canonicalize.decompose import decompose
 from sbpc.passes.canonicalize.expert_rows import expert_rows, has_groups
 from sbpc.passes.canonicalize.lift import lift
 from sbpc.passes.canonicalize.normalize import normalize
-from sbpc.passes.canonicalize.wide_sums import masters_of, wide_sums
+from sbpc.passes.canonicalize.wide_sums import in_eight_bits, masters_of, wide_sums
 from sbpc.passes.capture.capture import capture
 from sbpc.passes.explain import best_alternatives, explain
 from sbpc.passes.localize import localize
@@ -82,7 +84,12 @@ PASSES = {
         Pass("experts", expert_rows, verify_captured, "where there are products of groups of rows"),
         Pass("annotate", annotate, verify_annotated, "always"),
         Pass("slices", in_slices, verify_annotated, "where slices= is above 1, or None and `memory` is tight"),
-        Pass("sums", wide_sums, verify_annotated, "where numbers have 16 bits, unless reduce= and masters= say no"),
+        Pass(
+            "sums",
+            wide_sums,
+            verify_annotated,
+            "where numbers have 16 bits, unless reduce= and masters= say no, and where reduce= or gather= is of 8 bits",
+        ),
         Pass("recompute", recompute, verify_annotated, "where recompute= is not 'none'"),
         Pass(
             "microbatches",
@@ -143,13 +150,16 @@ class Stages:
         return gm
 
     def with_sums(self, gm: GraphModule, options: Options) -> GraphModule:
-        """Returns an annotated graph with its sums in wider types, and with masters, where `wide_sums` changes any."""
+        """Returns an annotated graph with its sums in wider types, and with masters, where `wide_sums` changes any,
+        and what may be sent in 8 bits marked."""
+        reduce, eight = options.reduce, {options.reduce, options.gather} & {*EIGHT_BITS}
         with self.timed("sums"):
-            made = wide_sums(gm, options.reduce, masters_of(gm, options))
-            if made is gm:
-                return gm
-            made = annotate(made)
-        return self.passed("sums", made)
+            made = wide_sums(gm, FLOAT32 if reduce in EIGHT_BITS else reduce, masters_of(gm, options))
+            if made is not gm:
+                made = annotate(made)
+            if eight:
+                made = in_eight_bits(made, options)
+        return gm if made is gm else self.passed("sums", made)
 
     def show_plan(self, plan: Plan) -> None:
         """Writes the graphs of a finished plan, those of each chunk where there are several."""

@@ -11,14 +11,14 @@ from torch.fx import GraphModule, Node
 from sbpc.boxing.steps import steps
 from sbpc.errors import VerifyError
 from sbpc.graph.about import EXCHANGE
-from sbpc.graph.operands import is_sum, operands, outputs_of
+from sbpc.graph.operands import is_sum, operands, outputs_of, value_of
 from sbpc.graph.ports import GRADIENT, HOMES, PARAMETER, Port, placeholders, results
-from sbpc.mesh.collectives import WIRE
+from sbpc.mesh.collectives import WIRE, eight_bits
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import P
 from sbpc.plans.chunk import Assignment, Chunk
 from sbpc.plans.measure import layout_at
-from sbpc.plans.options import AS_COMPUTED
+from sbpc.plans.options import AS_COMPUTED, Options
 from sbpc.plans.program_check import REPORT, require, verify_local
 from sbpc.plans.rank_programs import wrong_collectives
 from sbpc.plans.timeline import kind_of
@@ -31,11 +31,11 @@ MOST_RANKS = 64  # whose programs are checked
 Programs = tuple[GraphModule, Callable[[int], GraphModule]]  # a boxed graph, and by rank what is written for it
 
 
-def verify(chunk: Chunk, programs: Iterable[Programs], reduce: str) -> int:
+def verify(chunk: Chunk, programs: Iterable[Programs], options: Options) -> int:
     """Checks all graphs of a chunk, and returns the number of edges checked. Raises VerifyError with the offending
     node.
 
-    programs: those that ranks run. reduce: the option of that name.
+    programs: those that ranks run. options: of the plan.
     """
     edges = verify_captured(chunk.annotated)
     edges += verify_annotated(chunk.annotated)
@@ -44,7 +44,8 @@ def verify(chunk: Chunk, programs: Iterable[Programs], reduce: str) -> int:
     kinds = list(dict.fromkeys(classes))
     for boxed, local_at in programs:
         edges += verify_boxed(boxed, chunk.mesh)
-        if reduce != AS_COMPUTED:
+        verify_sent(chunk.annotated, boxed, options)
+        if options.reduce != AS_COMPUTED:
             verify_sums(boxed)
         written = [local_at(classes.index(key)) for key in kinds]
         edges += sum(map(verify_local, written))
@@ -158,7 +159,7 @@ def verify_boxed(gm: GraphModule, mesh: Mesh) -> int:
             )
             require(produced == read, f"operand {slot} is {produced}, and is read as {read}", node)
             if step is not None:
-                sums = EXCHANGE if step.collective == EXCHANGE else None
+                sums = EXCHANGE if step.collective == EXCHANGE else eight_bits(step.collective)
                 legal = all(part in steps(part.before, node.meta["val"].dim(), sums) for part in step.parts)
                 require(legal, f"{step} is no boxing step", node)
             edges += 1
@@ -180,10 +181,23 @@ def verify_sums(gm: GraphModule) -> None:
             require(P not in layout_at(node).states, "a partial sum is cast to a narrower type", node)
 
 
+def verify_sent(gm: GraphModule, boxed: GraphModule, options: Options) -> None:
+    """Checks that nothing but gradients and parameters of float32 is sent in 8 bits, in the types that options name.
+    gm: the annotated graph."""
+    gradients = {value_of(node)[0].name for node, kind in sum_types(gm).items() if kind == torch.float32}
+    known = dict.fromkeys(gradients, options.reduce)
+    known |= {node.name: options.gather for node in placeholders(gm, PARAMETER).values()}
+    for node in boxed.graph.nodes:
+        if "step" in node.meta and eight_bits(node.meta["step"].collective):
+            kind = eight_bits(node.meta["step"].collective)
+            fits = known.get(node.meta["of"]) == kind and dtype_of(node) == torch.float32
+            require(fits, f"what is no gradient or parameter to be sent so is sent in {kind}", node)
+
+
 def adds_up(node: Node) -> bool:
     """Returns whether a node is a boxing step that takes a partial sum in the type of its numbers."""
     step = node.meta.get("step")
-    if step is None or step.collective not in WIRE or step.collective == EXCHANGE:
+    if step is None or step.collective not in WIRE or EXCHANGE in step.collective:
         return False
     return P in [step.before.states[axis] for axis in step.axes]
 

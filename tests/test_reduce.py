@@ -199,8 +199,10 @@ def test_a_file_that_says_of_its_sums_what_is_not_so_is_refused(tmp_path: Path) 
 
 def test_an_unknown_type_of_sums_is_refused() -> None:
     model, args, _ = made(False)
-    with pytest.raises(SbpcError, match="reduce is 'int8'\n  It is one of 'float32', 'exchange', 'as computed'"):
-        sbpc.plan(model, args, Mesh(d=2), reduce="int8")
+    with pytest.raises(
+        SbpcError, match="reduce is 'int4'\n  It is one of 'float32', 'exchange', 'as computed', 'int8', 'float8'"
+    ):
+        sbpc.plan(model, args, Mesh(d=2), reduce="int4")
 
 
 class Shifted(nn.Module):

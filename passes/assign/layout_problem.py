@@ -25,7 +25,7 @@ from sbpc.passes.assign.local_bytes import Place, local_bytes
 from sbpc.passes.assign.wishes import refusal
 from sbpc.plans.chunk import Assignment
 from sbpc.rules.choices import of_stored
-from sbpc.rules.sum_types import sums_of
+from sbpc.rules.sum_types import sent_in, sums_of
 from sbpc.solver import Problem, Value, Variable, star
 from sbpc.solver.problem import Array
 from sbpc.solver.surroundings import Surroundings
@@ -81,6 +81,7 @@ class LayoutProblem:
         self.codes: list[Array] = []
         self.keys: list[Key] = []
         self.sums_of: list[str | None] = []
+        self.sent_in = sent_in(gm)
         self.counted_parts: list[float] = []
         self.output_variables: list[int | None] = []
         self.output_tensors: dict[int, Tensors] = {}
@@ -240,7 +241,7 @@ class LayoutProblem:
         """Adds a value: from the layouts that its producer leaves to those that its readers take."""
         producer, about = self.number[key[0]], shape_of(*key)
         ports = [self.tables[producer].outs[key[1]], *map(self.taken, readers)]
-        sums = sums_of(key[0], [self.nodes[at] for at, place in readers if place >= 0])
+        sums = self.sent_in.get(key) or sums_of(key[0], [self.nodes[at] for at, place in readers if place >= 0])
         known = self.once((*map(id, ports), *about, sums), lambda: self.boxings(ports, *about, sums))
         codes, (out, *wants), seconds = known
         kind = PARAMETER if key[0] in self.fixed else GRADIENT if all(place < 0 for _, place in readers) else ""

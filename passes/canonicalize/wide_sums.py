@@ -20,12 +20,13 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from sbpc.errors import PlanError
-from sbpc.graph.about import REDUCE, about
-from sbpc.graph.operands import operands
+from sbpc.graph.about import REDUCE, SENDS, about
+from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import GRADIENT, PARAMETER, Port, outputs, placeholders, results
-from sbpc.graph.rewrite import Writer, mode_of
+from sbpc.graph.rewrite import Writer, mode_of, rebuild
+from sbpc.mesh.collectives import EIGHT_BITS
 from sbpc.plans.options import AS_COMPUTED, Options
-from sbpc.rules.sum_types import CAST, dtype_of, narrower, narrows, sum_types
+from sbpc.rules.sum_types import CAST, dtype_of, is_cast_gradient, narrower, narrows, sum_types
 
 HALF = torch.bfloat16, torch.float16
 NO_MASTERS: Mapping[str, str] = MappingProxyType({})
@@ -66,6 +67,22 @@ def masters_of(gm: GraphModule, options: Options) -> dict[str, str]:
         what = "masters=True, and no parameter that is trained is held in bfloat16 or float16"
         raise PlanError(f"{what}\n  Leave it out: parameters in float32 are their own masters.")
     return held if options.masters or (options.train and options.optimizer is not None) else {}
+
+
+def in_eight_bits(gm: GraphModule, options: Options) -> GraphModule:
+    """Returns an annotated graph whose gradients and parameters may be sent in types of 8 bits, as options say: what
+    makes them has the type as `meta["sends"]`. Raises PlanError if no gradient that is to be is summed in float32."""
+    sums, made, kind = sum_types(gm), rebuild(gm), options.reduce
+    ends = [operands(node)[0] if is_cast_gradient(node) else node for _, node in outputs(gm, GRADIENT)]
+    if kind in EIGHT_BITS and ends and torch.float32 not in map(sums.get, ends):
+        what = f"reduce={kind!r} packs numbers of float32, and gradients here are summed in {dtype_of(ends[0])}"
+        raise PlanError(f"{what}\n  Leave it out, or hold the parameters in float32 or fewer bits.")
+    marked = {each.name for node in ends if sums.get(node) == torch.float32 for each in (node, value_of(node)[0])}
+    marks = dict.fromkeys(marked, kind) | {node.name: options.gather for node in placeholders(gm, PARAMETER).values()}
+    for node in made.graph.nodes:
+        if marks.get(node.name) in EIGHT_BITS:
+            node.meta[SENDS] = marks[node.name]
+    return made
 
 
 def is_short(node: Node, found: dict[Node, torch.dtype]) -> bool:

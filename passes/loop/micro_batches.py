@@ -31,6 +31,7 @@ from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import results
 from sbpc.graph.rewrite import Writer, mode_of, put, rebuild
 from sbpc.mesh.cluster import Cluster, Rate
+from sbpc.mesh.collectives import PACKED
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish, both, exactly
 from sbpc.mesh.states import Partial, Split, chunk_sizes
@@ -62,7 +63,7 @@ def micro_batches(gm: GraphModule, count: int, cluster: Cluster, in_turn: bool =
     by side. Raises PlanError if the batch cannot be cut so.
     """
     batch_of(gm, count)
-    mesh = Mesh(cluster=without_joins(cluster) if in_turn else cluster, **{AXIS: count})
+    mesh = Mesh(cluster=without_joins(cluster, JOINS if in_turn else ()), **{AXIS: count})
     unroller = Unroller(gm, boxed_for(gm, mesh, Options(baseline="data"), {}, PlanError), count)
     copies = unroller.run()
     return annotate(one_by_one(copies, unroller.copy_of) if in_turn else copies)
@@ -96,8 +97,8 @@ def batch_of(gm: GraphModule, count: int) -> int:
 def without_joins(cluster: Cluster, joins: Sequence[str] = JOINS) -> Cluster:
     """Returns the cluster with what joins copies so dear that it is done only where nothing else will do."""
     others = (rate for rate in cluster.collectives if rate.collective not in joins)
-    never = Rate("exchange", efficiency=1e-12)  # nothing is sent: sums are taken in float32
-    return replace(cluster, collectives=(*others, *(Rate(name, efficiency=1e-3) for name in joins), never))
+    never = (Rate(name, efficiency=1e-12) for name in PACKED)  # nothing is sent: sums are taken in float32
+    return replace(cluster, collectives=(*others, *(Rate(name, efficiency=1e-3) for name in joins), *never))
 
 
 def one_by_one(gm: GraphModule, copy_of: Mapping[str, int], in_place: bool = False) -> GraphModule:

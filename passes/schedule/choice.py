@@ -242,6 +242,7 @@ def bare_seconds(plan: Plan) -> Mapping[str, float]:
     busy = dict.fromkeys(STREAMS, 0.0)
     for work in works(plan.unscheduled, plan.mesh).values():
         busy[work.stream] += work.seconds - work.latency
+        busy[COMPUTE] += work.pack + work.unpack
     return busy
 
 

@@ -15,7 +15,7 @@ from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.schedule.list_schedule import RULES, Buckets, Order, list_schedule
 from sbpc.plans.memory import Life, local_bytes
-from sbpc.plans.timeline import COMPUTE, Clock, Span, Work, kind_of, works
+from sbpc.plans.timeline import COMPUTE, Clock, Span, Work, kind_of, unpacking, works
 
 WINDOWS = math.inf, 256, 64, 16, 0  # calls that one may run ahead of the first that has not run
 SHARES = 0.05, 0.2, math.inf  # see `list_schedule`: of the buckets that are tried; by the last one, none
@@ -88,6 +88,8 @@ def seconds_of(order: Order, buckets: Buckets, work: Mapping[Node, Work], cluste
         message = buckets.get(node, node)
         if waits:
             clock.wait(message)
+            if work[node].unpack:
+                spans.append(clock.take(unpacking(work[node]), message, False))
         elif work[node].seconds:
             spans.append(clock.take(work[node], message, node in awaited))
     return max((span.end for span in spans), default=0.0)

@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sbpc.errors import PlanError, at_node
+from sbpc.graph.about import SENDS, about
 from sbpc.graph.operands import is_late, made_of
 from sbpc.graph.ports import GRADIENT, INPUT, OUTPUT, PARAMETER, TANGENT, Port, Ports, add_port, outputs, placeholders
 from sbpc.graph.pytree import structures
@@ -156,7 +157,7 @@ class Cutter:
         sends = {add_port(leaves, OUTPUT, node): node.name for node in sent}
         copies = Copies()
         for node in takes.values():
-            copies[node] = copies.given(node.name, {"val": node.meta["val"]})
+            copies[node] = copies.given(node.name, about(node, ("val", SENDS)))
         for node in self.body.graph.nodes:
             if node in inside and node.op != "placeholder":
                 copies.keep(node)

@@ -61,12 +61,9 @@ def members_of(
     clip_grad_norm_.__doc__ = CLIP
     running = torch.compiler.disable(forward, reason="sbpc has compiled it")
     running.__signature__ = signature  # type: ignore[attr-defined]
-    own = (
-        {"save_pretrained": functools.wraps(cls.save_pretrained)(save_pretrained)}
-        if hasattr(cls, "save_pretrained")
-        else {}
-    )
-    own |= {"generate": generate} if hasattr(cls, "generate") else {}
+    own: dict[str, Any] = {"generate": generate} if hasattr(cls, "generate") else {}
+    if hasattr(cls, "save_pretrained"):
+        own["save_pretrained"] = functools.wraps(cls.save_pretrained)(save_pretrained)
     return own | {
         "forward": running,
         "step": torch.compiler.disable(step, reason="sbpc has compiled it"),

@@ -19,7 +19,7 @@ from sbpc.graph.ports import PARAMETER
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import layout_of_rows
-from sbpc.plans.options import BYTES, OBJECTIVES, OPTIMIZER_STATE, RECOMPUTE, REDUCTIONS, Options
+from sbpc.plans.options import BYTES, GATHERED, OBJECTIVES, OPTIMIZER_STATE, RECOMPUTE, REDUCTIONS, Options
 from sbpc.plans.staged.schedules import chunks_in
 
 KEYWORDS = [each for each in dataclasses.fields(Options) if each.metadata]  # of `sbpc.plan`
@@ -68,6 +68,7 @@ def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
         outputs=(known.outputs, "a text", "a list", "None"),
         recompute=(known.recompute, "a text"),
         reduce=(known.reduce, "a text"),
+        gather=(known.gather, "a text"),
         objective=(known.objective, "a text"),
         spread=(known.spread, "True or False"),
         masters=(known.masters, "True or False", "None"),
@@ -92,7 +93,7 @@ def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
         if count is not None and (not is_number(count, Integral) or count < 1):
             raise SbpcError(f"{name} is {shown(count)}\n  It is an integer from 1 on, or None.")
         asked |= {} if count is None else {name: operator.index(count)}
-    for name, words in (("recompute", RECOMPUTE), ("reduce", REDUCTIONS)):
+    for name, words in (("recompute", RECOMPUTE), ("reduce", REDUCTIONS), ("gather", GATHERED)):
         if getattr(known, name) not in words:
             raise SbpcError(f"{name} is {shown(getattr(known, name))}\n  It is one of {', '.join(map(repr, words))}.")
     for name, among in (("optimizer", OPTIMIZER_STATE), ("objective", OBJECTIVES)):

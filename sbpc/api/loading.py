@@ -19,7 +19,14 @@ from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.annotate import annotate
 from sbpc.passes.pipeline import Stages, rewriter_of
-from sbpc.passes.verify import verify_annotated, verify_assigned, verify_boxed, verify_captured, verify_sums
+from sbpc.passes.verify import (
+    verify_annotated,
+    verify_assigned,
+    verify_boxed,
+    verify_captured,
+    verify_sent,
+    verify_sums,
+)
 from sbpc.plans.chunk import Assignment, Chunk
 from sbpc.plans.options import AS_COMPUTED, Options
 from sbpc.plans.plan import Plan
@@ -128,6 +135,7 @@ def chunk_in(decoder: Decoder, mesh: Mesh, options: Options, dynamic: Mapping[st
     chunk = Chunk(mesh, gm, assignment, rewriter_of(options), **named)
     if not known:
         verify_boxed(chunk.unscheduled, mesh)
+    verify_sent(gm, chunk.unscheduled, options)
     if options.reduce != AS_COMPUTED:
         verify_sums(chunk.unscheduled)
     return chunk

@@ -16,7 +16,10 @@ from typing import Any
 
 import torch
 
+from sbpc.boxing.eight_bits import packed_in, unpacked
+from sbpc.boxing.local_values import Local, concatenate, put
 from sbpc.boxing.steps import Step
+from sbpc.mesh.collectives import EIGHT_BITS
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.states import Axes, Numbers, Partial, Shape, Split, chunk_sizes
 
@@ -52,69 +55,6 @@ def lower(
     made = LOWER[step.collective](local, Site(step, after, together, sizes, position, group, dtype))
     # an empty part of what was sent would keep all of that alive
     return (made.then(aten.clone.default, after) if 0 in after else made.contiguous()).x
-
-
-@dataclass(frozen=True)
-class Local:
-    """A value of the program being written: its shape, and whether it is known to be contiguous."""
-
-    call: Callable[..., Any]
-    x: Any
-    shape: Shape
-    solid: bool = False
-
-    def then(self, op: Any, shape: Numbers, *args: Any, solid: bool = True, **kwargs: Any) -> Local:
-        """What `op(x, *args, **kwargs)` gives."""
-        return Local(self.call, self.call(op, self.x, *args, **kwargs), tuple(shape), solid)
-
-    def contiguous(self) -> Local:
-        """The same, contiguous; no copy if it is already."""
-        return self if self.solid else self.then(aten.contiguous.default, self.shape)
-
-    def view(self, shape: Numbers) -> Local:
-        """The same elements in another shape."""
-        same = tuple(shape) == self.shape
-        return self if same else self.then(aten.view.default, shape, list(shape), solid=self.solid)
-
-    def shuffle(self, apart: Numbers, dims: list[int], shape: Numbers) -> Local:
-        """Viewed as `apart`, the dims of that in the order `dims`, viewed as `shape`: one copy at most."""
-        if dims == sorted(dims):
-            return self.contiguous().view(shape)
-        moved = [apart[dim] for dim in dims]
-        return self.view(apart).then(aten.permute.default, moved, dims, solid=False).contiguous().view(shape)
-
-    def slice(self, dim: int, start: int, stop: int) -> Local:
-        """The elements of a dim from `start` to `stop`."""
-        if stop - start == self.shape[dim]:
-            return self
-        shape = put(self.shape, dim, stop - start)
-        return self.then(aten.slice.Tensor, shape, dim, start, stop, solid=False)
-
-    def pad(self, dim: int, size: int, front: int = 0) -> Local:
-        """Zeros around a dim until it has `size` elements, `front` of them before it."""
-        if size == self.shape[dim]:
-            return self
-        pads = [0] * (2 * (len(self.shape) - 1 - dim)) + [front, size - front - self.shape[dim]]
-        return self.then(aten.constant_pad_nd.default, put(self.shape, dim, size), pads)
-
-    def collective(self, op: Any, shape: Numbers, *args: Any) -> Local:
-        """A functional collective, awaited."""
-        return self.contiguous().then(op, shape, *args).then(c10d.wait_tensor.default, shape)
-
-
-def put(shape: Numbers, dim: int, *sizes: int) -> Shape:
-    """The shape with `sizes` in place of one dim.
-
-    >>> put((2, 6, 4), 1, 3, 2)
-    (2, 3, 2, 4)
-    """
-    return (*shape[:dim], *sizes, *shape[dim + 1 :])
-
-
-def concatenate(parts: Sequence[Local], dim: int) -> Local:
-    """The parts one after the other along a dim."""
-    call, size = parts[0].call, sum(part.shape[dim] for part in parts)
-    return Local(call, call(aten.cat.default, [part.x for part in parts], dim), put(parts[0].shape, dim, size), True)
 
 
 @dataclass(frozen=True)
@@ -255,6 +195,31 @@ def exchange(x: Local, site: Site) -> Local:
     return total.then(aten._to_copy.default, block, dtype=site.dtype).slice(cut.dim, 0, site.after[cut.dim])
 
 
+def exchange_in(kind: str, x: Local, site: Site) -> Local:
+    """Send to each rank its chunk in 8 bits, and add up in float32 the chunks that come together."""
+    cut = site.cut
+    pieces, ranks = divide(x, cut), math.prod(cut.lengths)
+    block = put(pieces.shape, 0, pieces.shape[0] // ranks)
+    packed = packed_in(kind, pieces, ranks)
+    splits = [packed.shape[0] // ranks] * ranks
+    moved = packed.collective(c10d.all_to_all_single.default, packed.shape, splits, splits, site.group)
+    every = unpacked(kind, moved, ranks)
+    total = every.then(aten.sum.dim_IntList, every.shape[1:], [0])
+    return total.slice(0, 0, math.prod(block)).view(block).slice(cut.dim, 0, site.after[cut.dim])
+
+
+def gather_in(kind: str, x: Local, site: Site) -> Local:
+    """Gather the padded chunks in 8 bits on dim 0, then lay them along the dim that was cut."""
+    left = site.left
+    block, ranks = x.pad(left.dim, left.chunks[0]), math.prod(left.lengths)
+    packed = packed_in(kind, block, 1)
+    moved = packed.collective(
+        c10d.all_gather_into_tensor.default, put(packed.shape, 0, ranks * packed.shape[0]), ranks, site.group
+    )
+    every = unpacked(kind, moved, ranks).slice(1, 0, math.prod(block.shape)).contiguous()
+    return join(every.view(put(block.shape, 0, ranks * block.shape[0])), block.shape, left)
+
+
 def keep(x: Local, site: Site) -> Local:
     """Zeros, but on coordinate 0 of the axis."""
     away = Local(x.call, site.position, (1,)).then(aten.ne.Scalar, (1,), 0)
@@ -347,7 +312,7 @@ def join(x: Local, block: Shape, cut: Cut) -> Local:
     return concatenate([part for part in parts if part.shape[dim]], dim)
 
 
-LOWER = {
+LOWER: dict[str, Callable[[Local, Site], Local]] = {
     "all_gather": all_gather,
     "all_reduce": all_reduce,
     "all_to_all": all_to_all,
@@ -357,4 +322,6 @@ LOWER = {
     "pad": pad,
     "reduce_scatter": reduce_scatter,
     "slice": cut_out,
+    **{f"exchange_{kind}": functools.partial(exchange_in, kind) for kind in EIGHT_BITS},
+    **{f"gather_{kind}": functools.partial(gather_in, kind) for kind in EIGHT_BITS},
 }

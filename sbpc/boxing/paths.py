@@ -9,12 +9,14 @@ zero.
 from __future__ import annotations
 
 import functools
+import math
 
 import numpy as np
 
 from sbpc.boxing.shortest_paths import Edges
-from sbpc.boxing.steps import Kind, Step, all_layouts, all_steps
+from sbpc.boxing.steps import Kind, Step, all_layouts, all_steps, kernel_seconds
 from sbpc.errors import LayoutError
+from sbpc.mesh.collectives import PACKED, block_bytes
 from sbpc.mesh.layout import Layout, cut
 from sbpc.mesh.layout_codes import NAMES, RAGGED, SUM, WHOLE, Array, decode, encode, joined, states_of
 from sbpc.mesh.mesh import Mesh
@@ -173,11 +175,16 @@ class _Prices:
         local = cut(np.array(shape, dtype=np.int64), range(len(mesh.axes)), ranks)  # [layouts, dims]
         block = np.minimum(local[graph.source], local[graph.target]).astype(float).prod(axis=1)
         lines, least = zip(*(mesh.lines(axes, collective) for collective, axes in graph.kinds))
-        taken = np.full(len(block), np.inf)
+        taken, size, kernels = np.full(len(block), np.inf), itemsize * block, np.zeros(len(block))
+        for kind, (collective, axes) in enumerate(graph.kinds):
+            if collective in PACKED:
+                of_kind, group = graph.kind == kind, math.prod(mesh.sizes[axis] for axis in axes)
+                size[of_kind] = block_bytes(collective, block[of_kind], itemsize)
+                kernels[of_kind] = sum(kernel_seconds(collective, group, block[of_kind], mesh))
         for way in range(max(map(len, lines))):
             start, each = np.array([line[min(way, len(line) - 1)] for line in lines])[graph.kind].T
-            taken = np.minimum(taken, start + each * (itemsize * block))
-        self.seconds = np.maximum(taken, np.array(least)[graph.kind])
+            taken = np.minimum(taken, start + each * size)
+        self.seconds = np.maximum(taken, np.array(least)[graph.kind]) + kernels
 
     def row(self, source: int) -> Array:
         return self.rows([source])[0]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from sbpc.graph.about import EXCHANGE, FLOAT32
-from sbpc.mesh.collectives import WIRE, seconds_on
+from sbpc.mesh.collectives import CARRIERS, EIGHT_BITS, PACKED, WIRE, block_bytes, packing, seconds_on
 from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.layout_codes import (
     EXTREMES,
@@ -46,12 +46,16 @@ COLLECTIVE = {
     "BP": "keep",  # on coordinate 0 of the axis, zeros elsewhere
     "SP": "pad",  # with zeros
 }
+ANY: dict[str, tuple[str, ...]] = {kind: (name,) for kind, name in COLLECTIVE.items()}
 # By how a value is summed, the steps that it may take. None: as any other value. FLOAT32: none that sums, as it is cast
-# before. EXCHANGE: or it is sent as it is and summed in float32 by who gets it, which takes it from P to S.
-STEPS: dict[str | None, dict[str, str]] = {
-    None: COLLECTIVE,
-    FLOAT32: {kind: name for kind, name in COLLECTIVE.items() if kind not in ("PS", "PB")},
-    EXCHANGE: {kind: name for kind, name in COLLECTIVE.items() if kind != "PB"} | {"PS": "exchange"},
+# before. EXCHANGE: or it is sent as it is and summed in float32 by who gets it, which takes it from P to S. "int8" and
+# "float8": or its numbers are sent in 8 bits, from P to S in this way, and from S to B.
+STEPS: dict[str | None, dict[str, tuple[str, ...]]] = {
+    None: ANY,
+    FLOAT32: {kind: names for kind, names in ANY.items() if kind not in ("PS", "PB")},
+    EXCHANGE: {kind: names for kind, names in ANY.items() if kind != "PB"} | {"PS": (EXCHANGE,)},
+} | {
+    kind: ANY | {"PS": (*ANY["PS"], f"{EXCHANGE}_{kind}"), "SB": (*ANY["SB"], f"gather_{kind}")} for kind in EIGHT_BITS
 }
 Kind = tuple[str, Axes]  # a collective, and the axes over which it goes
 
@@ -72,6 +76,11 @@ class Step:
     def __str__(self) -> str:
         over = "+".join(self.before.axes[at] for at in self.axes)
         return f"{self.before} -> {self.after}: {self.collective} over {over}"
+
+    @property
+    def carrier(self) -> str:
+        """The collective of a library that sends it."""
+        return CARRIERS.get(self.collective, self.collective)
 
     @property
     def parts(self) -> tuple[Step, ...]:
@@ -137,9 +146,17 @@ def group(
     dims: Sequence[Any] = (),
 ) -> tuple[Any, Any]:
     """Ranks of a group of a collective, and the bytes of its block (see WIRE). Arguments as those of `wire`."""
+    ranks, count = group_of(step, shape, sizes, symbols, dims)
+    return ranks, block_bytes(step.collective, count, itemsize)
+
+
+def group_of(
+    step: Step, shape: Numbers, sizes: Numbers, symbols: Sequence[Any] | None = None, dims: Sequence[Any] = ()
+) -> tuple[Any, Any]:
+    """Ranks of a group of a collective, and the numbers of its block. Arguments as those of `wire`."""
     cuts = [max(step.before.cuts.get(dim, ()), step.after.cuts.get(dim, ()), key=len) for dim in range(len(shape))]
     ranks = sizes if symbols is None else symbols
-    return math.prod(ranks[at] for at in step.axes), itemsize * numel(shape, cuts, sizes, symbols, dims)
+    return math.prod(ranks[at] for at in step.axes), numel(shape, cuts, sizes, symbols, dims)
 
 
 def step_cost(step: Step, shape: Numbers, itemsize: int, mesh: Mesh) -> tuple[float, float]:
@@ -147,8 +164,31 @@ def step_cost(step: Step, shape: Numbers, itemsize: int, mesh: Mesh) -> tuple[fl
     if step.collective not in WIRE:
         return 0.0, 0.0
     ranks, block = group(step, shape, itemsize, mesh.sizes)
+    seconds = link_seconds(step, block, mesh) + sum(kernels_of(step, shape, mesh))
+    return seconds, float(WIRE[step.collective](ranks, block)[1])
+
+
+def link_seconds(step: Step, block: float, mesh: Mesh) -> float:
+    """Seconds of the collective of a step with a block of so many bytes."""
     lines, least = mesh.lines(step.axes, step.collective)
-    return max(seconds_on(lines, block), least), float(WIRE[step.collective](ranks, block)[1])
+    return max(seconds_on(lines, block), least)
+
+
+def kernels_of(step: Step, shape: Numbers, mesh: Mesh) -> tuple[float, float]:
+    """Seconds in which a rank packs what it sends in a step, and in which it unpacks and adds up what it gets; zeros
+    where a library does all of that."""
+    if step.collective not in PACKED:
+        return 0.0, 0.0
+    before, after = kernel_seconds(step.collective, *group_of(step, shape, mesh.sizes), mesh)
+    return float(before), float(after)
+
+
+def kernel_seconds(collective: str, ranks: Any, count: Any, mesh: Mesh, rates: Sequence[Any] = ()) -> tuple[Any, Any]:
+    """The same of a collective by the ranks of its group and the numbers of its block. rates: see `Cluster`."""
+    kernel = mesh.cluster.kernel_seconds
+    some = 0 if isinstance(ranks, int) and ranks == 1 else 1  # on one rank nothing is sent
+    before, after = packing(collective, ranks, count)
+    return tuple(some * sum(kernel("", 0.0, each, rates=rates) for each in part) for part in (before, after))
 
 
 # --- all layouts and steps as arrays: see `sbpc.mesh.layout_codes` ----------------------------------------------------
@@ -189,13 +229,16 @@ def all_steps(rank: int, states: Array, bits: Array, sums: str | None = None) ->
             changed = states[sources].copy()
             changed[:, axes] = target
             leaving = np.array(list(KIND))[before[sources]]
-            names = {kind: STEPS[sums].get(kind + KIND[target]) for kind in np.unique(leaving).tolist()}
+            names = [
+                (kind, name)
+                for kind in np.unique(leaving).tolist()
+                for name in STEPS[sums].get(kind + KIND[target], ())
+            ]
             for order in itertools.permutations(axes) if target < WHOLE else (axes,):
                 codes = joined(changed, cut_last(bits[sources], order, count))
-                for kind, name in names.items():
-                    of_kind = (leaving == kind) & ((name != EXCHANGE) | (before[sources] == SUM))
-                    if name is not None:
-                        yield (name, axes), sources[of_kind], codes[of_kind]
+                for kind, name in names:
+                    of_kind = (leaving == kind) & (before[sources] == SUM if EXCHANGE in name else True)
+                    yield (name, axes), sources[of_kind], codes[of_kind]
 
 
 def may_leave(states: Array, bits: Array, axes: Axes) -> Array:

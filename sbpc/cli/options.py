@@ -16,7 +16,7 @@ from sbpc.cli.target import DTYPES, Target, import_file, load_target, split_targ
 from sbpc.errors import MeshError, PinError, PlanError, SbpcError
 from sbpc.mesh.cluster import CLUSTERS, Cluster
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.options import OBJECTIVES, OPTIMIZER_STATE, RECOMPUTE, REDUCTIONS
+from sbpc.plans.options import GATHERED, OBJECTIVES, OPTIMIZER_STATE, RECOMPUTE, REDUCTIONS
 from sbpc.plans.staged.schedules import INTERLEAVED, SCHEDULES, USUAL
 from sbpc.rules.proof.rule_files import load_rules
 
@@ -130,8 +130,9 @@ ON_A_MESH: dict[str, dict[str, Any]] = {  # keywords of `sbpc.plan` for one mesh
     },
     "reduce": {
         "choices": REDUCTIONS,
-        "help": "how gradients of 16 bits are summed over ranks (default: float32)",
+        "help": "how gradients are summed over ranks, or in which 8 bits they cross slow links (default: float32)",
     },
+    "gather": {"choices": GATHERED, "help": "in which 8 bits parameters cross slow links (default: as stored)"},
     "loss": {"metavar": "NAME", "help": "the result to train on, by its key, field or place (default: see sbpc.plan)"},
     "masters": {
         "action": argparse.BooleanOptionalAction,

@@ -24,8 +24,9 @@ FLOAT32, EXCHANGE = "float32", "exchange"
 REDUCE = (
     "reduce"  # one of these; of casts between which partial sums are taken: the option of that name, see `sum_types`
 )
+SENDS = "sends"  # of what makes a gradient: "int8" or "float8", in which it may cross links, see `sent_in`
 # and the op that was taken apart: what stands for a node says these as it does
-ORIGIN = *PLACE, "decomposed", RECOMPUTES, REDUCE, SLICE
+ORIGIN = *PLACE, "decomposed", RECOMPUTES, REDUCE, SENDS, SLICE
 
 
 def about(node: Node, keys: tuple[str, ...] = PLACE) -> dict[str, Any]:

@@ -37,6 +37,7 @@ ASKED = (  # options that are compared
     "recompute",
     "reduce",
     "masters",
+    "gather",
     "pin",
 )
 

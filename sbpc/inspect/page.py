@@ -24,6 +24,7 @@ from sbpc.inspect.page_stages import chunk_row, schedule, stage_memory
 from sbpc.inspect.picture import HUES, clean, template
 from sbpc.inspect.report import boxings, chips_of, collective_of, collectives, least, numberless, spans
 from sbpc.inspect.tables import quantity
+from sbpc.mesh.collectives import EIGHT_BITS
 from sbpc.plans.options import BYTES, NONE
 from sbpc.plans.plan import Plan
 from sbpc.plans.timeline import Event
@@ -157,7 +158,9 @@ def asked(plan: Plan) -> list[str]:
         f"{name} {getattr(options, name)}" for name in ("dtype", "optimizer", "baseline") if getattr(options, name)
     ]
     texts += [f"recompute {options.recompute}"] if options.recompute != NONE else []
-    texts += [f"gradients summed {options.reduce}"] if options.reduce != FLOAT32 else []
+    sent = "sent in" if options.reduce in EIGHT_BITS else "summed"
+    texts += [f"gradients {sent} {options.reduce}"] if options.reduce != FLOAT32 else []
+    texts += [f"parameters sent in {options.gather}"] if options.gather in EIGHT_BITS else []
     texts += ["float32 masters"] if options.masters else []
     texts += [f"at most {quantity(options.memory, 'B')} a rank"] if options.memory is not None else []
     return [clean(text) for text in (*texts, *(f"pin {name} = {layout}" for name, layout in options.pin.items()))]

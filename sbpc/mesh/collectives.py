@@ -15,19 +15,26 @@ import sympy
 
 # p ranks in a group, each sending to its neighbour on the ring; n bytes of one block, the largest that the group has.
 # The block of an all_reduce is what one rank holds; of the others, a chunk of it. Steps that are not here are local.
+# What ends in the name of a type sends numbers of that one, see `block_bytes`.
 WIRE: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
     "all_gather": lambda p, n: (p - 1, (p - 1) * n),
     "reduce_scatter": lambda p, n: (p - 1, (p - 1) * n),
     "all_to_all": lambda p, n: (p - 1, (p - 1) * n),
     "all_reduce": lambda p, n: (2 * (p - 1), 2 * (p - 1) * n / p),
-    "exchange": lambda p, n: (p - 1, (p - 1) * n),
     "dispatch": lambda p, n: (p - 1, (p - 1) * n / p),
 }
 DISPATCH = "dispatch"  # of rows to the ranks of their groups, or back; the block is all rows of a rank
-CARRIERS = {
-    "exchange": "all_to_all",
-    DISPATCH: "all_to_all",
-}  # what sends for a step that is no collective of a library itself
+INT8, FLOAT8 = EIGHT_BITS = "int8", "float8"
+# what sends for a step that is no collective of a library itself, and packs what it sends or adds up what it gets
+PACKED = {"exchange": "all_to_all"}
+PACKED |= {f"exchange_{kind}": "all_to_all" for kind in EIGHT_BITS}
+PACKED |= {f"gather_{kind}": "all_gather" for kind in EIGHT_BITS}
+WIRE |= {name: WIRE[carrier] for name, carrier in PACKED.items()}
+CARRIERS = {**PACKED, DISPATCH: "all_to_all"}  # those, and what sends numbers as they are
+TOGETHER_IN, SCALE = 256, 4  # so many numbers of 8 bits share a scale, of so many bytes
+# Bytes that the kernels which pack a number of float32 move, and those which unpack it: see `sbpc.boxing.eight_bits`.
+PACK = {INT8: (4, 0, 0, 8, 8, 12, 8, 5, 2), FLOAT8: (4, 0, 0, 8, 5, 2)}
+UNPACK = {INT8: (5,), FLOAT8: (5, 8)}
 GATHERS = "all_gather", "reduce_scatter"
 Line = tuple[float, float]  # seconds of a message of no bytes, and seconds more for each byte of its block
 Lines = tuple[Line, ...]  # of which the cheapest counts: another one for each range of sizes
@@ -61,7 +68,7 @@ ALGORITHMS: dict[str, tuple[tuple[str, ...], Callable[[str, Any, Any], tuple[Any
     "nvls": (("all_reduce",), lambda _, p, n: (1, 0, 1 + 1 / p, 0)),
     "nvls_tree": (("all_reduce",), lambda _, p, n: (1, 2 * log2(n), 1 + n / p, smallest(2, n - 1))),
     "pat": (GATHERS, lambda _, p, n: (p, log2(n), 0, p - 1)),
-    "direct": (("all_to_all", "exchange", DISPATCH), lambda name, p, n: direct(p, n, p if name == DISPATCH else 1)),
+    "direct": (("all_to_all",), lambda name, p, n: direct(p, n, p if name == DISPATCH else 1)),
 }
 INSIDE, ALONE, TOGETHER, ACROSS = PLACES = "inside", "alone", "together", "across"
 
@@ -89,7 +96,7 @@ class Way:
 
     def fits(self, collective: str, place: str) -> bool:
         """Returns whether NCCL may run a collective so in groups of a place other than "across"."""
-        return collective in ALGORITHMS[self.algorithm][0] and (
+        return CARRIERS.get(collective, collective) in ALGORITHMS[self.algorithm][0] and (
             self.place == place or (self.place == ACROSS and place != INSIDE)
         )
 
@@ -105,6 +112,35 @@ class Way:
             return start, blocks / (bandwidth * self.efficiency)
         each = blocks_across / (bandwidth * self.efficiency)
         return start, each if self.most == math.inf else largest(each, blocks / self.most)
+
+
+def eight_bits(collective: str) -> str | None:
+    """Returns the type of 8 bits in which a collective sends its numbers; None for one that sends them as they are."""
+    kind = collective.rpartition("_")[2]
+    return kind if kind in EIGHT_BITS else None
+
+
+def block_bytes(collective: str, count: Any, itemsize: int) -> Any:
+    """Returns the bytes that a block of so many numbers takes on the wire; numbers, arrays or formulas.
+
+    >>> block_bytes("all_gather", 1000, 4), block_bytes("gather_int8", 1000, 4)
+    (4000, 1040)
+    """
+    if eight_bits(collective) is None:
+        return itemsize * count
+    return (TOGETHER_IN + SCALE) * ceil_div(count, TOGETHER_IN)
+
+
+def packing(collective: str, ranks: Any, count: Any) -> tuple[list[Any], list[Any]]:
+    """Returns the bytes that each kernel moves by which a rank packs what it sends in one of PACKED, and by which it
+    unpacks and adds up what it gets. count: of the numbers of its block. What is exchanged as it is has 16 bits: one
+    kernel writes the sum in float32, another one rounds that."""
+    kind = eight_bits(collective)
+    if kind is None:
+        return [], [(2 * ranks + 4) * count, 6 * count]
+    sums, every = collective.startswith("exchange"), ranks * count
+    sent = every if sums else count
+    return [each * sent for each in PACK[kind]], [each * every for each in (*UNPACK[kind], *((4,) if sums else ()))]
 
 
 def envelope(lines: Iterable[tuple[Any, Any]]) -> Lines:

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import sympy
 
-from sbpc.boxing.steps import Step, group, wire
+from sbpc.boxing.steps import Step, group_of, kernel_seconds, wire
 from sbpc.errors import PlanError, check_kinds
 from sbpc.mesh.cluster import collective_seconds
-from sbpc.mesh.collectives import CARRIERS, WIRE, Min
+from sbpc.mesh.collectives import CARRIERS, PACKED, WIRE, Min, block_bytes
 from sbpc.mesh.layout import cut, numel
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import Axes
@@ -249,11 +249,12 @@ class Cost:
         s, step, key = self.symbols, transfer.step, self.link_name(transfer.step)
         ranks, block = self.group_expr(transfer)
         some = sympy.Min(ranks - 1, 1)  # on one rank nothing is sent
+        kernels = some * self.packing_expr(transfer) if step.collective in PACKED else 0
         if lines := self.lines_expr(step.axes, step.collective, key):
-            return some * Min(*(start + block * each for start, each in lines))
+            return some * Min(*(start + block * each for start, each in lines)) + kernels
         rounds, sent = WIRE[step.collective](ranks, block)
         least = s[f"least_{key}"] * some if f"least_{key}" in s else 0
-        return collective_seconds(rounds, sent, s[f"latency_{key}"], s[f"bandwidth_{key}"], least)
+        return collective_seconds(rounds, sent, s[f"latency_{key}"], s[f"bandwidth_{key}"], least) + kernels
 
     def lines_expr(self, axes: Axes, collective: str, key: str) -> list[tuple[Any, Any]]:
         """Returns the lines of all ways of a collective (see `Way.line`) as formulas; none where it is one ring."""
@@ -291,9 +292,20 @@ class Cost:
 
     def group_expr(self, transfer: Transfer) -> tuple[Any, Any]:
         """Returns the ranks of one collective and the bytes of its block as formulas."""
+        ranks, count = self.block_expr(transfer)
+        return ranks, block_bytes(transfer.step.collective, count, transfer.itemsize)
+
+    def block_expr(self, transfer: Transfer) -> tuple[Any, Any]:
+        """Returns the ranks of one collective and the numbers of its block as formulas."""
         mesh = self.terms.mesh
         sizes = tuple(self.symbols[name] for name in mesh.axes)
-        return group(transfer.step, transfer.shape, transfer.itemsize, mesh.sizes, sizes, transfer.dims)
+        return group_of(transfer.step, transfer.shape, mesh.sizes, sizes, transfer.dims)
+
+    def packing_expr(self, transfer: Transfer) -> sympy.Expr:
+        """Returns the seconds of the kernels before and behind one collective as a formula."""
+        s, mesh = self.symbols, self.terms.mesh
+        rates = s["peak"], s["memory_bandwidth"], s["launch"]
+        return sympy.Add(*kernel_seconds(transfer.step.collective, *self.block_expr(transfer), mesh, rates))
 
     def subs(self, values: Mapping[str, float] | None = None, **more: float) -> float:
         """Returns `expr` in seconds, with the values given here in place of this plan's own: `plan.cost.subs(b=64,

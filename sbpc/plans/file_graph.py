@@ -13,6 +13,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -35,7 +36,7 @@ UNRULED = frozenset({
     "grid_sampler_2d_backward", "grid_sampler_3d", "grid_sampler_3d_backward", "histc", "index_add", "index_copy",
     "index_put", "index_reduce", "linalg_cholesky_ex", "linalg_inv_ex", "linalg_matrix_exp", "linalg_qr",
     "linalg_solve_triangular", "masked_scatter", "median", "nanmedian", "resolve_conj", "scatter", "scatter_add",
-    "scatter_reduce", "slice_copy",
+    "scatter_reduce", "slice_copy", "view.dtype",
 })  # fmt: skip
 OF_ROWS = frozenset(("add_rows", "row_counts", "rows_by_number", "rows_by_place"))  # sbpc's own, likewise
 # the backward of a pooling, which trusts its indices and the shape of its gradient, and how many dims it pools
@@ -59,7 +60,10 @@ def may_call(op: OpOverload) -> bool:
 
 
 def name_of(target: Any) -> str:
-    """Returns the name of an op of torch, without its overload; "" for an op of somebody else."""
+    """Returns the name of an op of torch, without its overload, unless that is a view in another type,
+    which makes other elements; "" for an op of somebody else."""
+    if target is torch.ops.aten.view.dtype:
+        return "view.dtype"
     space, _, name = (
         target._schema.name.partition("::") if isinstance(target, OpOverload) else ("aten", "", target.__name__)
     )

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from sbpc.errors import is_name, is_number, shown
-from sbpc.graph.about import EXCHANGE, FLOAT32, PANEL_OF, RECOMPUTES, REDUCE, SLICE
+from sbpc.graph.about import EXCHANGE, FLOAT32, PANEL_OF, RECOMPUTES, REDUCE, SENDS, SLICE
 from sbpc.graph.ports import INPUTS, OUTPUTS
-from sbpc.plans.options import OBJECTIVES, OPTIMIZER_STATE, REDUCTIONS
+from sbpc.mesh.collectives import EIGHT_BITS
+from sbpc.plans.options import GATHERED, OBJECTIVES, OPTIMIZER_STATE, REDUCTIONS
 
 # the first place within a value that does not fit, with what stands there; None if all fits
 Check = Callable[[Any], str | None]
@@ -131,7 +132,8 @@ TENSOR = row(DTYPE, SIZES, SIZES)
 VALUE = either(NONE, TENSOR, record({"several": many(either(NONE, TENSOR))}))
 META = {
     "module": NAME, "stack_trace": INTEGER, "phase": one_of("forward", "backward"), "decomposed": NAME, PANEL_OF: NAME,
-    RECOMPUTES: NAME, REDUCE: one_of(FLOAT32, EXCHANGE), "part": row(NAME, SIZES), SLICE: INTEGER,
+    RECOMPUTES: NAME, REDUCE: one_of(FLOAT32, EXCHANGE), SENDS: one_of(*EIGHT_BITS), "part": row(NAME, SIZES),
+    SLICE: INTEGER,
 }  # fmt: skip
 NODE = {"name": IDENTIFIER, "op": NAME, "target": NAME, "val": VALUE, "args": many(call_argument), "kwargs": KWARGS}
 CONSTANTS = {"constants": table(row(DTYPE, SIZES, many(call_argument)))}
@@ -152,8 +154,8 @@ OPTIONS = record({
 }, {
     "dtype": either(NONE, NAME), "eval": many(NAME), "left_out": many(NAME), "memory": MEMORY, "pin": table(NAME),
     "spread": FLAG, "microbatches": COUNT, "panels": COUNT, "slices": COUNT, "recompute": NAME, "baseline": NAME,
-    "schedule": NAME, "stages": either(NONE, NAME), "inputs": ENDS, "outputs": ENDS, "guards": table(many(LINE)),
-    "cuts": many(NAME), "dynamic": many(row(NAME, either(INTEGER, many(either(NONE, NAME))))),
+    "gather": one_of(*GATHERED), "schedule": NAME, "stages": either(NONE, NAME), "inputs": ENDS, "outputs": ENDS,
+    "guards": table(many(LINE)), "cuts": many(NAME), "dynamic": many(row(NAME, either(INTEGER, many(either(NONE, NAME))))),
     "masters": FLAG, "loss": leaf(lambda v: type(v) is int and v >= 0),
 })  # fmt: skip
 FIGURE = either(NONE, LINE, leaf(lambda v: is_number(v, (int, float))))

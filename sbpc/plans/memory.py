@@ -199,7 +199,7 @@ class Life:
         result = self.add_calls(node, calls[:at], storages)
         if at < len(calls) - 1:  # else nothing is sent
             received, ranks = sum(calls[at].makes), math.prod(mesh.sizes[axis] for axis in step.axes)
-            sent = {"reduce_scatter": received * ranks, "all_gather": received // ranks}.get(step.collective, received)
+            sent = {"reduce_scatter": received * ranks, "all_gather": received // ranks}.get(step.carrier, received)
             bucket.sent, bucket.received = bucket.sent + sent, bucket.received + received
             bucket.operands += [storages[used] for used in calls[at].reads]
         bucket.missing -= 1
@@ -222,7 +222,7 @@ class Life:
             bucket, received = self.buckets[start.meta["bucket"]], calls[first - 1].makes
             self.add_call(node, [bucket.result] if bucket.ended else [bucket.joined, bucket.result], ())
             bucket.ended = True
-            copied = node.meta["awaits"].collective in ("all_gather", "all_to_all", "exchange")
+            copied = node.meta["awaits"].carrier in ("all_gather", "all_to_all")
             storages += self.add_call(node, [bucket.result], received) if copied else [bucket.result]
             return self.add_calls(node, calls[first:], storages)
         given = [storages[at] for call in calls[first - 1 : first] for at in call.reads]

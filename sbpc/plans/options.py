@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sbpc.graph.about import EXCHANGE, FLOAT32
+from sbpc.mesh.collectives import EIGHT_BITS
 from sbpc.mesh.layout import Layout
 
 Layouts = Sequence[str | Layout | None] | None  # one layout per tensor, None for whole
@@ -16,7 +17,9 @@ OPTIMIZER_STATE: dict[str | None, int] = {"sgd": 0, "momentum": 1, "adam": 2, "a
 """How many tensors of a parameter's size an optimizer keeps."""
 SECONDS, SERIAL, BYTES = OBJECTIVES = "seconds", "serial", "bytes"
 AS_COMPUTED = "as computed"
-REDUCTIONS = FLOAT32, EXCHANGE, AS_COMPUTED
+REDUCTIONS = FLOAT32, EXCHANGE, AS_COMPUTED, *EIGHT_BITS
+AS_STORED = "as stored"
+GATHERED = AS_STORED, *EIGHT_BITS
 NONE, SELECTIVE, FULL, AUTO = RECOMPUTE = "none", "selective", "full", "auto"
 
 
@@ -148,8 +151,16 @@ class Options:
         '"float32", in that type, or in the one of their parameter if it is wider; "exchange", in float32, too, but '
         "over ranks they may be sent as they are computed, which rounds the sum once and sends half as much (but what "
         "micro-batches add up is in float32, and is sent so: rounded, it would lose digits that it has); or "
-        '"as computed", whose error grows with the root of the number of ranks. Partial sums of activations, as in '
-        "tensor parallelism, are taken in the type of the activations.",
+        '"as computed", whose error grows with the root of the number of ranks; or "int8" or "float8", in float32, but '
+        "gradients cross links in 8 bits where that is faster, each rank's part rounded once and the sum once more if "
+        "it is gathered: 256 numbers share a scale, int8 is rounded at random, the same in every run. "
+        "Partial sums of activations, as in tensor parallelism, are taken in the type of the activations.",
+    )
+    gather: str = option(
+        AS_STORED,
+        'how parameters of float32 cross links: "as stored", or as they are cast before; or "int8" or "float8", in 8 '
+        "bits where that is faster, as gradients by `reduce`: what a step reads is then rounded, what is stored and "
+        "trained is not.",
     )
     masters: bool | None = option(
         None,

@@ -330,7 +330,7 @@ class PlannedStep(Pipeline):
                 (which, adding) for which in self.tally(at) for adding in ((True,) if which == PARTS else (False, True))
             ]
             written = [(programs.program(*kind).gm, functools.partial(programs.local_at, *kind)) for kind in kinds]
-            edges += chunk.rewriter.verify(chunk, written, self.options.reduce) + len(chunk.receives)
+            edges += chunk.rewriter.verify(chunk, written, self.options) + len(chunk.receives)
         for mistake in wrong_crossings(self):
             raise VerifyError(f"{mistake}\n  {REPORT}")
         return edges

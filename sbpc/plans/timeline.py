@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from sbpc.boxing.steps import group, step_cost
+from sbpc.boxing.steps import group, kernels_of, link_seconds, step_cost
 from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.collectives import WIRE, Lines, seconds_on
 from sbpc.mesh.mesh import Mesh
@@ -56,7 +56,8 @@ class Work:
 
     latency: the part of the seconds that a collective does not take where it goes in one message with another: all but
     what its bytes take in a long message. block, lines: of one that is sent otherwise in longer messages, its bytes and
-    what messages take (see `Mesh.lines`).
+    what messages take (see `Mesh.lines`). pack, unpack: seconds in which kernels prepare what it sends,
+    and add up or unpack what it gives once it is waited for.
     """
 
     stream: str
@@ -64,6 +65,8 @@ class Work:
     latency: float = 0.0
     block: float = 0.0
     lines: Lines = ()
+    pack: float = 0.0
+    unpack: float = 0.0
 
     def longer(self, before: float) -> float:
         """Returns the seconds by which it makes a message longer in which a block of so many bytes is already."""
@@ -87,9 +90,17 @@ def works(boxed: GraphModule, mesh: Mesh) -> dict[Node, Work]:
             if key not in known:
                 known[key] = kernel_work_of(node, mesh)
             result[node] = known[key]
+        elif "awaits" in node.meta:
+            value = node.meta["val"]
+            result[node] = unpacking(step_work(node.meta["awaits"], tuple(value.shape), value.element_size(), mesh))
         else:
             result[node] = NOTHING
     return result
+
+
+def unpacking(transfer: Work) -> Work:
+    """Returns what is computed once a collective is waited for."""
+    return Work(COMPUTE, transfer.unpack) if transfer.unpack else NOTHING
 
 
 def transfer_work(node: Node, mesh: Mesh) -> Work:
@@ -103,11 +114,11 @@ def step_work(step: Any, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> W
     """Returns what one boxing step of a tensor occupies."""
     if step.collective not in WIRE or all(mesh.sizes[axis] == 1 for axis in step.axes):
         return NOTHING
-    seconds, _ = step_cost(step, shape, itemsize, mesh)
     _, block = group(step, shape, itemsize, mesh.sizes)
-    lines, _ = mesh.lines(step.axes, step.collective)
+    seconds, (lines, _) = link_seconds(step, block, mesh), mesh.lines(step.axes, step.collective)
     stream, latency = INSIDE if mesh.inside(step.axes) else ACROSS, seconds - float(block * lines[-1][1])
-    return Work(stream, seconds, latency, float(block), lines) if len(lines) > 1 else Work(stream, seconds, latency)
+    known = (float(block), lines) if len(lines) > 1 else (0.0, ())
+    return Work(stream, seconds, latency, *known, *kernels_of(step, shape, mesh))
 
 
 def kernel_work_of(node: Node, mesh: Mesh) -> Work:
@@ -191,6 +202,8 @@ class Clock:
             start = self.now
             self.compute(work.seconds)
             return Span(start, self.now)
+        if work.pack:
+            self.compute(work.pack)
         queue = self.links[work.stream]
         start = max(self.now, queue[-1].end if queue else 0.0)
         first, before = message not in self.last, self.blocks.get(message, 0.0)
@@ -199,6 +212,9 @@ class Clock:
         queue.append(span)
         if not awaited:
             self.wait(message)
+            if work.unpack:
+                self.compute(work.unpack)
+                return Span(span.start, self.now)
         elif first:
             self.now += self.start
         return span
@@ -286,6 +302,7 @@ def event_of(node: Node, stream: str, start: float, end: float, mesh: Mesh) -> E
     """Returns the event of a node."""
     step = node.meta.get("step")
     kind, axis = (step.collective, mesh.key(step.axes)) if step else (str(node.target).removesuffix(".default"), "")
+    kind = f"after {node.meta['awaits'].collective}" if "awaits" in node.meta else kind
     module, phase = node.meta.get("module") or "", node.meta.get("phase", "forward")
     return Event(stream, start, end, node.name, kind, module, phase, axis, node.meta.get("bucket", ""))
 

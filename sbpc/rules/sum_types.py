@@ -13,8 +13,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from sbpc.graph.about import FLOAT32, REDUCE, is_boxing
-from sbpc.graph.operands import is_sum, operands
+from sbpc.graph.about import FLOAT32, REDUCE, SENDS, is_boxing
+from sbpc.graph.operands import is_sum, operands, value_of
 from sbpc.graph.ports import GRADIENT, PARAMETER, outputs, placeholders
 from sbpc.mesh.states import P
 
@@ -56,6 +56,23 @@ def sums_of(maker: Node, readers: Iterable[Node]) -> str | None:
     `sbpc.boxing.steps`. None for any other value."""
     marks = [str(reader.meta[REDUCE]) for reader in readers if begins_sums(reader)]
     return FLOAT32 if is_cast_gradient(maker) else marks[0] if marks else None
+
+
+def sent_in(gm: GraphModule) -> dict[tuple[Node, int], str]:
+    """Returns by gradient or parameter of float32 (of which output of which node it is) the type of 8 bits in which it
+    may be sent, where its maker says so; of a gradient, where nothing else reads it."""
+    stored = placeholders(gm, PARAMETER).values()
+    found = {(x, 0): str(x.meta[SENDS]) for x in stored if SENDS in x.meta and dtype_of(x) == torch.float32}
+    ports = dict[tuple[Node, int], list[Any]]()
+    for port, node in outputs(gm):
+        end = operands(node)[0] if is_cast_gradient(node) else node
+        ports.setdefault(value_of(end), []).append((port.kind, end))
+    for key, ends in ports.items():
+        readers = {user for _, end in ends for user in end.users if user.op != "output" and not is_cast_gradient(user)}
+        kinds = {(kind, dtype_of(end)) for kind, end in ends}
+        if SENDS in key[0].meta and not readers and kinds == {(GRADIENT, torch.float32)}:
+            found[key] = str(key[0].meta[SENDS])
+    return found
 
 
 def is_cast_gradient(node: Node) -> bool:

@@ -9,6 +9,7 @@ On four hosts of 200 Mbit/s `sbpc profile` writes a cluster file. With it:
 - gpt, gpt2, vgg: what sbpc takes for a step of training, and what PyTorch's own strategies take; see `VERSUS`. Of sbpc's best plan also
   the share of what can be hidden that is hidden.
 - loop: the same in micro-batches, gradients communicated once a step.
+- eight: what sbpc takes for a step of training with gradients sent in float32, and in 8 bits (reduce="int8").
 
 Steps are measured in turns in one run; a figure is a median over rounds, of the slowest rank.
 """
@@ -36,6 +37,8 @@ from rich.console import Console
 import sbpc
 from sbpc import Cluster, Mesh, Plan
 from sbpc.cli.commands.profile import print_cluster
+from sbpc.graph.about import FLOAT32
+from sbpc.mesh.collectives import INT8
 from sbpc.plans.timeline import COMPUTE, timeline
 from sbpc.runtime.executors import EXECUTORS
 from sbpc.runtime.start import process_groups as groups
@@ -50,13 +53,14 @@ PREDICTED: dict[str, Callable[[Cluster, int], dict[str, Plan]]] = {
     "steps": ten_plans,
     "draws": random_plans,
 }
-LOOP, PIPELINE, STAGED = "loop", "pipeline", "sbpc, stages"
+LOOP, PIPELINE, STAGED, EIGHT = "loop", "pipeline", "sbpc, stages", "eight"
 # net, its sizes, strategies with their micro-batches
 VERSUS: dict[str, tuple[str, dict[str, int], list[tuple[str, int]]]] = {
     LOOP: ("gpt", {"batch": 64}, [("ddp", 4), ("zero2", 4), ("tp x dp", 4)]),
     "gpt": ("gpt", {}, [("ddp", 1), ("zero2", 1), ("tp x dp", 1), (PIPELINE, 4)]),
     "gpt2": ("gpt", {"batch": 32, "layers": 2}, [("ddp", 1), ("zero2", 1), ("tp x dp", 1)]),
     "vgg": ("vgg", {}, [("ddp", 1), ("zero2", 1), ("hybrid", 1)]),
+    EIGHT: ("gpt", {}, []),
 }
 PARTS = *PREDICTED, *VERSUS
 # in 4 micro-batches
@@ -229,6 +233,12 @@ def plans_of(part: str, cluster: Cluster) -> dict[str, Plan]:
     about = {"loss": by_hand.loss_of, "targets": (targets,), "optimizer": "momentum"}
     meshes = {"one axis": Mesh(t=HOSTS, cluster=cluster), "two axes": Mesh(d=2, t=HOSTS // 2, cluster=cluster)}
     many = 4 if part == LOOP else 1
+    if part == EIGHT:
+        return {
+            f"sbpc, {title}, {kind}": sbpc.plan(net, (inputs,), mesh, **about, reduce=kind)
+            for title, mesh in meshes.items()
+            for kind in (FLOAT32, INT8)
+        }
     plans: dict[str, Plan] = {
         f"sbpc, {title}": sbpc.plan(net, (inputs,), mesh, **about, microbatches=many) for title, mesh in meshes.items()
     }
@@ -255,6 +265,10 @@ def versus(part: str, plans: dict[str, Plan], found: dict[str, dict[str, float]]
         print(f"  {title:30} {real['seconds']:6.3f} s  {real['bytes'] / 1e6:7.2f} MB{told}", flush=True)
         rows.append({"name": title, **real})
     seconds = {row["name"]: row["seconds"] for row in rows}
+    if part == EIGHT:
+        least = {kind: min(seconds[name] for name in seconds if name.endswith(kind)) for kind in (FLOAT32, INT8)}
+        print(f"  float32 / int8: {least[FLOAT32] / least[INT8]:.3f}", flush=True)
+        return rows
     hand = min(value for title, value in seconds.items() if title not in plans and title != PIPELINE)
     ours = [title for title in plans if title not in (IN_ORDER, SERIAL, STAGED)]
     print(f"  by hand / sbpc: {hand / min(seconds[title] for title in ours):.3f}", flush=True)
