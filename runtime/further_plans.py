@@ -71,7 +71,7 @@ class FurtherPlans:
         if is_new := plan is None:
             if count >= self.most:
                 raise PlanError(
-                    f"there are {count} plans, as many as also='auto:{self.most}' allows: {error}\n"
+                    f"the module has {count} of {self.most} plans, as many as also='auto:{self.most}' allows: {error}\n"
                     f"  Pad batches to few lengths, see sbpc.buckets, or allow more: also='auto:{2 * self.most}'."
                 ) from error
             log.info("plan %d of at most %d, %s", count + 1, self.most, named)
