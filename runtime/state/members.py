@@ -61,7 +61,7 @@ def members_of(
     clip_grad_norm_.__doc__ = CLIP
     running = torch.compiler.disable(forward, reason="sbpc has compiled it")
     running.__signature__ = signature  # type: ignore[attr-defined]
-    own = (
+    own: dict[str, Any] = (
         {"save_pretrained": functools.wraps(cls.save_pretrained)(save_pretrained)}
         if hasattr(cls, "save_pretrained")
         else {}
