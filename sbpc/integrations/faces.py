@@ -39,15 +39,6 @@ class Faces:
         object.__setattr__(self.model, "__dict__", attributes)
         object.__setattr__(self.model, "__class__", cls)
 
-    def planning(self, another: Any) -> Any:
-        """Returns what plans another step, as `plan.another` does, of one device's face."""
-
-        def planned(_: nn.Module, *args: Any, **options: Any) -> Any:
-            with self.one_device() as model:
-                return another(model, *args, **options)
-
-        return planned
-
     @contextlib.contextmanager
     def one_device(self) -> Iterator[nn.Module]:
         """Shows the model as it is on one device while this lasts, in the modes that the parallel one has."""

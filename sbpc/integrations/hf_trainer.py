@@ -12,14 +12,17 @@ import copy
 import functools
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from sbpc.api.alike import Alike
 from sbpc.api.planning import plan as planned
+from sbpc.api.task import Captured
 from sbpc.errors import PlanError
 from sbpc.integrations.checks import check
 from sbpc.integrations.faces import Faces
@@ -39,7 +42,18 @@ class _Called(BaseException):
         self.call = args, kwargs
 
 
-def hf(trainer: Any, mesh: Mesh, *, data: str = "data", also: str = "auto:32", **options: Any) -> Plan:
+@dataclass(frozen=True)
+class OfOneDevice(Alike):
+    """Plans further steps of the face of one device."""
+
+    faces: Faces
+
+    def captured(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool) -> Captured:
+        with all_positions(), self.faces.one_device() as alone:
+            return super().captured(alone, args, kwargs, train)
+
+
+def hf(trainer: Any, mesh: Mesh, *, data: str = "data", also: str = "auto", **options: Any) -> Plan:
     """Makes a `transformers.Trainer` train and evaluate its model on a mesh. Returns the plan of its first batch.
 
     Every rank of torchrun runs the script as it is for one device, with one more line; the trainer may be of a
@@ -56,9 +70,11 @@ def hf(trainer: Any, mesh: Mesh, *, data: str = "data", also: str = "auto:32", *
     when they come, in the same homes.
 
     data       the axis that counts for the size of the batch. The plan uses every axis as it is fastest.
-    also       how many plans there may be, as `sbpc.parallelize` takes it: batches that are padded to many lengths need
-               many. `pad_to_multiple_of=64` of a collator makes few of them.
+    also       how many plans there may be, as `sbpc.parallelize` takes it, where batches are padded to many lengths.
     options    those of `sbpc.plan`, such as `memory=`.
+
+    Give hf the trainer before its first step, evaluation included. A Trainer without a train_dataset is planned for
+    evaluation. `torch_compile_backend="sbpc"` cannot be: accelerate takes backends of its own list alone.
 
     `bf16=True` plans in bfloat16, `gradient_checkpointing=True` with `recompute="full"`, and
     `gradient_accumulation_steps` sends gradients once. Clipping is by the norm over all ranks. Checkpoints and
@@ -77,8 +93,11 @@ def hf(trainer: Any, mesh: Mesh, *, data: str = "data", also: str = "auto:32", *
     args, kwargs = first_call(trainer)
     with all_positions():
         plan = planned(trainer.model, args, mesh, kwargs=kwargs, **options)
-    plan.another = all_positions()(faces.planning(plan.another))
+    plan.alike = OfOneDevice(**vars(plan.alike), faces=faces)
+    before = dict(trainer.model.named_parameters())
     faces.show(parallelize(trainer.model, plan, also=also, device=trainer.args.device.type))
+    if trainer.optimizer is not None:
+        take_parameters(trainer.optimizer, before, trainer.model)
     trainer.accelerator.clip_grad_norm_ = clipping(trainer)
     install_saving(trainer, plan)
     return plan
@@ -129,10 +148,22 @@ def return_loss_alone(model: nn.Module) -> None:
     @functools.wraps(forward)
     def loss_alone(*args: Any, **kwargs: Any) -> Any:
         outputs = forward(*args, **kwargs)
-        loss = outputs.get("loss") if forward.__self__.training and isinstance(outputs, dict) else None
+        asked: Any = forward.__self__  # no cell of its own: the class of what stands in one is guarded
+        loss = outputs.get("loss") if asked.training and isinstance(outputs, dict) else None
         return outputs if loss is None else type(outputs)(loss=loss)
 
     vars(model)["forward"] = loss_alone
+
+
+def take_parameters(optimizer: Any, before: dict[str, nn.Parameter], model: nn.Module) -> None:
+    """Gives an optimizer that was made of a model's parameters those that the model has now. Raises PlanError for one
+    of other parameters."""
+    now = dict(model.named_parameters())
+    by_old = {old: now[name] for name, old in before.items()}
+    for group in optimizer.param_groups:
+        if any(each not in by_old for each in group["params"]):
+            raise PlanError("the optimizer has a parameter that is none of the model\n  Make it of model.parameters().")
+        group["params"] = [by_old[each] for each in group["params"]]
 
 
 def first_call(trainer: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
