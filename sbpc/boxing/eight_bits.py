@@ -1,4 +1,4 @@
-"""Packs numbers of float32 into 8 bits for slow links: 256 after another in a tensor share a scale.
+"""Packs numbers of float32 into 8 bits for slow links: up to 256 neighbours in a row of a tensor share a scale.
 
 As ZeRO++ (Wang et al. 2023) sends gradients: an all-to-all of packed pieces, which are added up in float32, each
 rounded once, and if they are to be whole a gather of packed sums. What is left of a number is within a scale of it, of
@@ -12,7 +12,8 @@ import math
 import torch
 
 from sbpc.boxing.local_values import Local, concatenate
-from sbpc.mesh.collectives import FLOAT8, INT8, SCALE, TOGETHER_IN
+from sbpc.mesh.collectives import FLOAT8, INT8, SCALE, groups_of, rows_of
+from sbpc.mesh.states import Shape
 
 aten = torch.ops.aten
 TYPES = {INT8: torch.int8, FLOAT8: torch.float8_e4m3fn}
@@ -21,22 +22,21 @@ LEAST = torch.finfo(torch.float32).tiny  # scale
 HASH = -1640531535  # 2**32 over the golden ratio, odd: its products with numbers that are close to each other are not
 
 
-def packed_in(kind: str, x: Local, count: int) -> Local:
-    """Packs so many equal pieces of dim 0, one after the other: rows of numbers in 8 bits, each with its scale, one
-    of float32, behind them.
+def packed_in(kind: str, x: Local, block: Shape) -> Local:
+    """Packs equal blocks that lie one after the other along dim 0: rows of numbers in 8 bits, each with its scale, one
+    float32, behind them.
 
     A row of zeros has the least scale; one with a number that is not finite has such a scale, and no number is finite
     that is made of it. int8 numbers are rounded up or down at random, so that they are right on average. Chance is the
     bits of the number itself, hashed: the same in every run. What differs by less than 0.0005 from the grid does not
     leave it, so that nothing gets larger than the largest number.
     """
-    size = math.prod(x.shape) // count
-    rows = -(-size // TOGETHER_IN)
-    whole = x.contiguous().view((count, size)).pad(1, rows * TOGETHER_IN).view((count * rows, TOGETHER_IN))
-    column, most = (
-        (count * rows, 1),
-        whole.then(aten.linalg_vector_norm.default, (count * rows, 1), math.inf, [1], True),
-    )
+    _, length = rows_of(block)
+    groups, size = groups_of(length)
+    rows = math.prod(x.shape) // length
+    whole = x.contiguous().view((rows, length)).pad(1, groups * size).view((rows * groups, size))
+    column = (rows * groups, 1)
+    most = whole.then(aten.linalg_vector_norm.default, column, math.inf, [1], True)
     scale = most.then(aten.div.Scalar, column, LARGEST[kind]).then(aten.clamp_min.default, column, LEAST)
     scaled = whole.then(aten.div.Tensor, whole.shape, scale.x)
     if kind == INT8:
@@ -46,16 +46,18 @@ def packed_in(kind: str, x: Local, count: int) -> Local:
     numbers = scaled.then(aten._to_copy.default, whole.shape, dtype=TYPES[kind])
     if kind != INT8:
         numbers = numbers.then(aten.view.dtype, whole.shape, torch.int8)
-    return concatenate([numbers, scale.then(aten.view.dtype, (count * rows, SCALE), torch.int8)], 1)
+    return concatenate([numbers, scale.then(aten.view.dtype, (rows * groups, SCALE), torch.int8)], 1)
 
 
-def unpacked(kind: str, x: Local, count: int) -> Local:
-    """What `packed_in` packed, in float32: by piece, and behind it what filled up its last row."""
+def unpacked(kind: str, x: Local, block: Shape) -> Local:
+    """What `packed_in` packed of blocks of this shape, in float32: rows of numbers."""
+    _, length = rows_of(block)
+    groups, size = groups_of(length)
     rows = x.shape[0]
-    numbers = x.slice(1, 0, TOGETHER_IN)
-    scale = x.slice(1, TOGETHER_IN, TOGETHER_IN + SCALE).then(aten.view.dtype, (rows, 1), torch.float32)
+    numbers = x.slice(1, 0, size)
+    scale = x.slice(1, size, size + SCALE).then(aten.view.dtype, (rows, 1), torch.float32)
     if kind != INT8:
         numbers = numbers.then(aten.view.dtype, numbers.shape, TYPES[kind])
         numbers = numbers.then(aten._to_copy.default, numbers.shape, dtype=torch.float32)
     made = numbers.then(aten.mul.Tensor, numbers.shape, scale.x)
-    return made.view((count, rows // count * TOGETHER_IN))
+    return made.view((rows // groups, groups * size)).slice(1, 0, length).contiguous()

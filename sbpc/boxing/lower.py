@@ -200,24 +200,23 @@ def exchange_in(kind: str, x: Local, site: Site) -> Local:
     cut = site.cut
     pieces, ranks = divide(x, cut), math.prod(cut.lengths)
     block = put(pieces.shape, 0, pieces.shape[0] // ranks)
-    packed = packed_in(kind, pieces, ranks)
+    packed = packed_in(kind, pieces, block)
     splits = [packed.shape[0] // ranks] * ranks
     moved = packed.collective(c10d.all_to_all_single.default, packed.shape, splits, splits, site.group)
-    every = unpacked(kind, moved, ranks)
-    total = every.then(aten.sum.dim_IntList, every.shape[1:], [0])
-    return total.slice(0, 0, math.prod(block)).view(block).slice(cut.dim, 0, site.after[cut.dim])
+    total = unpacked(kind, moved, block).view((ranks, *block)).then(aten.sum.dim_IntList, block, [0])
+    return total.slice(cut.dim, 0, site.after[cut.dim])
 
 
 def gather_in(kind: str, x: Local, site: Site) -> Local:
     """Gather the padded chunks in 8 bits on dim 0, then lay them along the dim that was cut."""
     left = site.left
     block, ranks = x.pad(left.dim, left.chunks[0]), math.prod(left.lengths)
-    packed = packed_in(kind, block, 1)
+    packed = packed_in(kind, block, block.shape)
     moved = packed.collective(
         c10d.all_gather_into_tensor.default, put(packed.shape, 0, ranks * packed.shape[0]), ranks, site.group
     )
-    every = unpacked(kind, moved, ranks).slice(1, 0, math.prod(block.shape)).contiguous()
-    return join(every.view(put(block.shape, 0, ranks * block.shape[0])), block.shape, left)
+    every = unpacked(kind, moved, block.shape).view(put(block.shape, 0, ranks * block.shape[0]))
+    return join(every, block.shape, left)
 
 
 def keep(x: Local, site: Site) -> Local:

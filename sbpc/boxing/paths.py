@@ -173,13 +173,14 @@ class _Prices:
         self._rows: dict[int, Array] = {}
         ranks = np.where(graph.cut, np.array(mesh.sizes)[:, None, None], 1)
         local = cut(np.array(shape, dtype=np.int64), range(len(mesh.axes)), ranks)  # [layouts, dims]
-        block = np.minimum(local[graph.source], local[graph.target]).astype(float).prod(axis=1)
+        blocks = np.minimum(local[graph.source], local[graph.target]).astype(float)
+        block = blocks.prod(axis=1)
         lines, least = zip(*(mesh.lines(axes, collective) for collective, axes in graph.kinds))
         taken, size, kernels = np.full(len(block), np.inf), itemsize * block, np.zeros(len(block))
         for kind, (collective, axes) in enumerate(graph.kinds):
             if collective in PACKED:
                 of_kind, group = graph.kind == kind, math.prod(mesh.sizes[axis] for axis in axes)
-                size[of_kind] = block_bytes(collective, block[of_kind], itemsize)
+                size[of_kind] = block_bytes(collective, tuple(blocks[of_kind].T), itemsize)
                 kernels[of_kind] = sum(kernel_seconds(collective, group, block[of_kind], mesh))
         for way in range(max(map(len, lines))):
             start, each = np.array([line[min(way, len(line) - 1)] for line in lines])[graph.kind].T

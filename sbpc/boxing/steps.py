@@ -18,7 +18,7 @@ import numpy as np
 
 from sbpc.graph.about import EXCHANGE, FLOAT32
 from sbpc.mesh.collectives import CARRIERS, EIGHT_BITS, PACKED, WIRE, block_bytes, packing, seconds_on
-from sbpc.mesh.layout import Layout, numel
+from sbpc.mesh.layout import Layout, cut
 from sbpc.mesh.layout_codes import (
     EXTREMES,
     ORDERS,
@@ -146,17 +146,21 @@ def group(
     dims: Sequence[Any] = (),
 ) -> tuple[Any, Any]:
     """Ranks of a group of a collective, and the bytes of its block (see WIRE). Arguments as those of `wire`."""
-    ranks, count = group_of(step, shape, sizes, symbols, dims)
-    return ranks, block_bytes(step.collective, count, itemsize)
+    ranks, block = group_of(step, shape, sizes)
+    formulas: Sequence[Any] = ()
+    if symbols is not None:
+        ranks, formulas = group_of(step, shape, sizes, symbols, dims)
+    return ranks, block_bytes(step.collective, block, itemsize, formulas)
 
 
 def group_of(
     step: Step, shape: Numbers, sizes: Numbers, symbols: Sequence[Any] | None = None, dims: Sequence[Any] = ()
-) -> tuple[Any, Any]:
-    """Ranks of a group of a collective, and the numbers of its block. Arguments as those of `wire`."""
+) -> tuple[Any, list[Any]]:
+    """Ranks of a group of a collective, and the sizes of its block. Arguments as those of `wire`."""
     cuts = [max(step.before.cuts.get(dim, ()), step.after.cuts.get(dim, ()), key=len) for dim in range(len(shape))]
     ranks = sizes if symbols is None else symbols
-    return math.prod(ranks[at] for at in step.axes), numel(shape, cuts, sizes, symbols, dims)
+    sized = zip(shape, cuts, dims or (None,) * len(shape))
+    return math.prod(ranks[at] for at in step.axes), [cut(size, axes, sizes, symbols, dim) for size, axes, dim in sized]
 
 
 def step_cost(step: Step, shape: Numbers, itemsize: int, mesh: Mesh) -> tuple[float, float]:
@@ -179,7 +183,8 @@ def kernels_of(step: Step, shape: Numbers, mesh: Mesh) -> tuple[float, float]:
     where a library does all of that."""
     if step.collective not in PACKED:
         return 0.0, 0.0
-    before, after = kernel_seconds(step.collective, *group_of(step, shape, mesh.sizes), mesh)
+    ranks, block = group_of(step, shape, mesh.sizes)
+    before, after = kernel_seconds(step.collective, ranks, math.prod(block), mesh)
     return float(before), float(after)
 
 

@@ -7,10 +7,11 @@ the bandwidth of a link is reached, stand in the files of clusters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import sympy
 
 # p ranks in a group, each sending to its neighbour on the ring; n bytes of one block, the largest that the group has.
@@ -31,7 +32,7 @@ PACKED |= {f"exchange_{kind}": "all_to_all" for kind in EIGHT_BITS}
 PACKED |= {f"gather_{kind}": "all_gather" for kind in EIGHT_BITS}
 WIRE |= {name: WIRE[carrier] for name, carrier in PACKED.items()}
 CARRIERS = {**PACKED, DISPATCH: "all_to_all"}  # those, and what sends numbers as they are
-TOGETHER_IN, SCALE = 256, 4  # so many numbers of 8 bits share a scale, of so many bytes
+MOST, FEWEST, SCALE = 256, 64, 4  # numbers of 8 bits that share a scale (see `rows_of`), and the bytes of one
 # Bytes that the kernels which pack a number of float32 move, and those which unpack it: see `sbpc.boxing.eight_bits`.
 PACK = {INT8: (4, 0, 0, 8, 8, 12, 8, 5, 2), FLOAT8: (4, 0, 0, 8, 5, 2)}
 UNPACK = {INT8: (5,), FLOAT8: (5, 8)}
@@ -120,15 +121,39 @@ def eight_bits(collective: str) -> str | None:
     return kind if kind in EIGHT_BITS else None
 
 
-def block_bytes(collective: str, count: Any, itemsize: int) -> Any:
-    """Returns the bytes that a block of so many numbers takes on the wire; numbers, arrays or formulas.
+def block_bytes(collective: str, block: Sequence[Any], itemsize: int, formulas: Sequence[Any] = ()) -> Any:
+    """Returns the bytes that a block of these sizes takes on the wire. formulas: what stands for the sizes in what is
+    returned.
 
-    >>> block_bytes("all_gather", 1000, 4), block_bytes("gather_int8", 1000, 4)
+    >>> block_bytes("all_gather", (10, 100), 4), block_bytes("gather_int8", (10, 100), 4)
     (4000, 1040)
     """
     if eight_bits(collective) is None:
-        return itemsize * count
-    return (TOGETHER_IN + SCALE) * ceil_div(count, TOGETHER_IN)
+        return itemsize * math.prod(formulas or block)
+    rows, length = rows_of(block, formulas)
+    groups, size = groups_of(length)
+    return rows * groups * (size + SCALE)
+
+
+def rows_of(block: Sequence[Any], formulas: Sequence[Any] = ()) -> tuple[Any, Any]:
+    """Returns how many rows of how many numbers a block has where it is packed: those along its last dim, or along so
+    many of the last that a row has FEWEST numbers. Other rows of a matrix may be much larger, and share no scale."""
+    rows, (size, *sizes), (length, *lengths) = 1, block[::-1], (formulas or block)[::-1]
+    for one, many in zip(sizes, lengths):
+        short = size < FEWEST
+        if isinstance(short, np.ndarray):
+            rows, length = np.where(short, rows, rows * many), np.where(short, length * many, length)
+        else:
+            rows, length = (rows, length * many) if short else (rows * many, length)
+        size = np.where(short, size * one, size) if isinstance(short, np.ndarray) else size * one if short else size
+    return rows, length
+
+
+def groups_of(length: Any) -> tuple[Any, Any]:
+    """Returns how many groups of how many numbers a row is cut into, of MOST numbers at most, and in fours."""
+    groups = ceil_div(length, MOST)
+    some = np.maximum(groups, 1) if isinstance(groups, np.ndarray) else groups or 1
+    return groups, 4 * ceil_div(length, 4 * some)
 
 
 def packing(collective: str, ranks: Any, count: Any) -> tuple[list[Any], list[Any]]:
@@ -165,7 +190,7 @@ def seconds_on(lines: Lines, size: float) -> float:
     return min(start + each * size for start, each in lines)
 
 
-def ceil_div(x: Any, y: int) -> Any:
+def ceil_div(x: Any, y: Any) -> Any:
     """The least integer from x / y on, for a number or a sympy expression."""
     return sympy.ceiling(x / y) if isinstance(x, sympy.Basic) else -(-x // y)
 

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import sympy
 
-from sbpc.boxing.steps import Step, group_of, kernel_seconds, wire
+from sbpc.boxing.steps import Step, group, group_of, kernel_seconds, wire
 from sbpc.errors import PlanError, check_kinds
 from sbpc.mesh.cluster import collective_seconds
-from sbpc.mesh.collectives import CARRIERS, PACKED, WIRE, Min, block_bytes
+from sbpc.mesh.collectives import CARRIERS, PACKED, WIRE, Min
 from sbpc.mesh.layout import cut, numel
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import Axes
@@ -292,20 +292,16 @@ class Cost:
 
     def group_expr(self, transfer: Transfer) -> tuple[Any, Any]:
         """Returns the ranks of one collective and the bytes of its block as formulas."""
-        ranks, count = self.block_expr(transfer)
-        return ranks, block_bytes(transfer.step.collective, count, transfer.itemsize)
-
-    def block_expr(self, transfer: Transfer) -> tuple[Any, Any]:
-        """Returns the ranks of one collective and the numbers of its block as formulas."""
         mesh = self.terms.mesh
         sizes = tuple(self.symbols[name] for name in mesh.axes)
-        return group_of(transfer.step, transfer.shape, mesh.sizes, sizes, transfer.dims)
+        return group(transfer.step, transfer.shape, transfer.itemsize, mesh.sizes, sizes, transfer.dims)
 
     def packing_expr(self, transfer: Transfer) -> sympy.Expr:
         """Returns the seconds of the kernels before and behind one collective as a formula."""
         s, mesh = self.symbols, self.terms.mesh
-        rates = s["peak"], s["memory_bandwidth"], s["launch"]
-        return sympy.Add(*kernel_seconds(transfer.step.collective, *self.block_expr(transfer), mesh, rates))
+        sizes, rates = tuple(s[name] for name in mesh.axes), (s["peak"], s["memory_bandwidth"], s["launch"])
+        ranks, block = group_of(transfer.step, transfer.shape, mesh.sizes, sizes, transfer.dims)
+        return sympy.Add(*kernel_seconds(transfer.step.collective, ranks, sympy.prod(block), mesh, rates))
 
     def subs(self, values: Mapping[str, float] | None = None, **more: float) -> float:
         """Returns `expr` in seconds, with the values given here in place of this plan's own: `plan.cost.subs(b=64,
