@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import sympy
@@ -138,7 +138,7 @@ def block_bytes(collective: str, block: Sequence[Any], itemsize: int, formulas: 
 def rows_of(block: Sequence[Any], formulas: Sequence[Any] = ()) -> tuple[Any, Any]:
     """Returns how many rows of how many numbers a block has where it is packed: those along its last dim, or along so
     many of the last that a row has FEWEST numbers. Other rows of a matrix may be much larger, and share no scale."""
-    rows, (size, *sizes), (length, *lengths) = 1, block[::-1], (formulas or block)[::-1]
+    (size, *sizes), (length, *lengths), rows = block[::-1], (formulas or block)[::-1], cast(Any, 1)
     for one, many in zip(sizes, lengths):
         short = size < FEWEST
         if isinstance(short, np.ndarray):
