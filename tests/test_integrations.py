@@ -172,7 +172,7 @@ def own_loop(folder: str, mesh: Any) -> dict[str, Any]:
     """A loop of one's own with accelerate, whose loader gives each rank its own rows, in a model that is parallel already."""
     from accelerate import Accelerator, DataLoaderConfiguration
 
-    long = rows(140)[::5]  # 28 of one length, as each rank pads its own rows
+    long = rows(150)[::5]  # thirty of one length, as each rank pads its own rows
     batches = torch.utils.data.DataLoader(long, batch_size=8 if mesh is None else 4, collate_fn=padded)
     model = llama()
     model.config.use_cache = False
