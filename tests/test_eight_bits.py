@@ -198,7 +198,7 @@ def test_plans_send_eight_bits_as_counted_simulated_saved_and_verified(
     assert run.peak_memory <= plan.cost.memory["total"]
     exact = dict(zip(run.gradients, torch.autograd.grad(model(*args), list(model.parameters()))))
     errors = {name: float((run.gradients[name] - x).norm() / x.norm()) for name, x in exact.items()}
-    assert 1e-4 < max(errors.values()) < (0.02 if asked.get("reduce") != "float8" else 0.05)
+    assert 1e-4 < max(errors.values()) < (0.03 if asked.get("reduce") != "float8" else 0.06)
     assert collective in str(plan) and collective in str(plan.diff(other))
 
 
@@ -217,14 +217,14 @@ def trained(plan: Any, steps: int) -> tuple[list[float], dict[str, Tensor]]:
     return train(module, demo_run.batches(steps), optimizer, step=getattr(module, "step", None)), first
 
 
-@pytest.mark.parametrize("steps", [20, pytest.param(1000, marks=pytest.mark.prove)])
+@pytest.mark.parametrize("steps", [20, pytest.param(1000, marks=[pytest.mark.prove, pytest.mark.timeout(1800)])])
 def test_real_ranks_train_the_gpt_of_the_demo_in_eight_bits_as_one_process_does(steps: int) -> None:
     model, (args, _) = demo_run.model_of("float32"), next(demo_run.batches(1))
     plan = sbpc.baseline("data", model, args, Mesh(d=4, cluster=SLOW), reduce="int8")
     kinds = sent_by(plan)
     assert kinds["exchange_int8", "d"] == kinds["gather_int8", "d"] > 15
     alone, exact = trained(None, steps)
-    found = run_ranks(trained, 4, plan, steps, seconds=600)
+    found = run_ranks(trained, 4, plan, steps, seconds=1500)
     assert all(isinstance(each, tuple) for each in found), found
     simulated = sbpc.simulate(plan, model, args).gradients
     for losses, first in found:
@@ -233,7 +233,7 @@ def test_real_ranks_train_the_gpt_of_the_demo_in_eight_bits_as_one_process_does(
         for name, x in first.items():
             assert torch.equal(x, found[0][1][name])
             assert float((x - simulated[name]).norm()) <= 0.01 * float(x.norm())
-            assert float((x - exact[name]).norm()) <= 0.02 * float(x.norm())
+            assert float((x - exact[name]).norm()) <= 0.03 * float(x.norm())
 
 
 def test_slow_links_alone_carry_eight_bits() -> None:
