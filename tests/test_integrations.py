@@ -86,7 +86,7 @@ def language(folder: str, mesh: Any) -> dict[str, Any]:
         model=model,
         args=args,
         train_dataset=rows(),
-        eval_dataset=rows(6),
+        eval_dataset=rows(11),
         data_collator=padded,
         compute_metrics=accuracy,
     )

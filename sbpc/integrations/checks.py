@@ -19,6 +19,7 @@ REFUSED = {  # options of TrainingArguments: why, and what to do
     "neftune_noise_alpha": ("its hook comes when the model is planned", "Draw the noise in the model's own forward."),
     "use_liger_kernel": ("its kernels would come into a planned model", "Leave it out."),
     "predict_with_generate": ("a parallel model does not generate", "Leave it out: generate by what it saves."),
+    "eval_use_gather_object": ("every rank has all objects already", "Leave it out."),
     "bf16_full_eval": ("it would cast planned weights", "Leave it out: bf16=True evaluates in bfloat16, too."),
     "fp16_full_eval": ("it would cast planned weights", "Leave it out: fp16=True evaluates in float16, too."),
 }

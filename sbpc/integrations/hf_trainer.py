@@ -113,9 +113,8 @@ def as_one_process(trainer: Any, rows: int) -> None:
         state.num_processes, state.distributed_type = 1, alone
         setattr(owner, name, state)
     accelerator.dataloader_config.dispatch_batches = False
-    for name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes"):
+    for name in ("gather", "reduce", "pad_across_processes"):  # gather_for_metrics, which gathers by the first, cuts
         setattr(accelerator, name, lambda tensor, *args, **kwargs: tensor)
-    trainer.gather_function = accelerator.gather_for_metrics
     args.per_device_train_batch_size *= rows
     args.per_device_eval_batch_size *= rows
     trainer._train_batch_size = args.train_batch_size
