@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,10 +16,13 @@ from torch.fx.node import map_aggregate
 
 import sbpc
 from sbpc import Mesh
+from sbpc.boxing.paths import closure, path
 from sbpc.errors import LayoutError
 from sbpc.graph.expert_rows import GATHER, SCATTER
 from sbpc.graph.rewrite import called
 from sbpc.mesh.layout import Layout, chunk
+from sbpc.mesh.layout_codes import decode as decoded
+from sbpc.mesh.layout_codes import encode
 from sbpc.mesh.states import Ragged, S, State, shards, whole
 from sbpc.plans import rank_programs
 from sbpc.plans.plan_file import decode
@@ -171,7 +175,7 @@ def losses(model: torch.nn.Module) -> list[float]:
     return [*found, *(float(p.detach().square().sum()) for p in weights)]
 
 
-@pytest.mark.parametrize("executor", ["code", "inductor"])
+@pytest.mark.parametrize("executor", ["code", pytest.param("inductor", marks=pytest.mark.prove)])
 def test_adam_steps_on_four_ranks_equal_one_process(tmp_path: Path, executor: str) -> None:
     torch.manual_seed(0)
     model = Routed().double()
@@ -227,3 +231,24 @@ def test_files_formulas_and_pages_hold_plans_that_share_out_rows(tmp_path: Path)
     exported = rank_programs.decode(decode(tmp_path / "programs.sbpc"))
     found, expected = (sbpc.simulate(each, model, args).gradients for each in (exported, plan))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_no_boxing_leads_to_rows_that_are_shared_out_or_from_there() -> None:
+    layouts = [Layout.parse(text, "ab") for text in ("[R(0), B]", "[R(0), P]", "[P(max), B]", "[B, B]")]
+    mesh, codes = Mesh(a=2, b=2), np.array([encode(layout) for layout in layouts])
+    assert [decoded(int(code), mesh.axes) for code in codes] == layouts
+    found = closure(codes, (4, 4), 4, mesh)
+    assert np.isinf(found[:2, 2:]).all() and np.isinf(found[2:, :2]).all()
+    assert found[:2, :2].tolist() == [[0, np.inf], [np.inf, 0]] and np.isfinite(found[2:, 3]).all()
+    assert np.isfinite(closure(codes[:1], (4, 4), 4, mesh)).all()
+    with pytest.raises(LayoutError, match="no boxing leads from or to"):
+        path(layouts[0], layouts[3], (4, 4), 4, mesh)
+
+
+def test_a_limit_of_memory_counts_all_rows_on_every_rank() -> None:
+    torch.manual_seed(0)
+    model = Routed().double()
+    free = sbpc.plan(model, batch(), Mesh(a=3))
+    plan = sbpc.plan(model, batch(), Mesh(a=3), memory=60_000)
+    assert plan.cost.memory["total"] <= 60_000 < free.cost.memory["total"]
+    assert largest_error(plan, model, batch("all to one")) <= 1e-10

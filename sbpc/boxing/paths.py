@@ -84,6 +84,8 @@ def closure(codes: Array, shape: Numbers, itemsize: int, mesh: Mesh, sums: str |
         prices = _prices(extremes, alike(shape, mesh), itemsize, mesh, sums)
         sources = np.flatnonzero((kinds == kind).all(1) & ~shared)
         columns = np.flatnonzero(((kinds == kind) | (kinds == 0)).all(1) & ~shared)
+        if not len(sources):
+            continue
         starts, ends = prices.graph.at(codes[sources]), prices.graph.at(codes[columns])
         matrix[np.ix_(sources, columns)] = prices.rows(starts.tolist())[:, ends]
     return matrix

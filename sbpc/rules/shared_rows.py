@@ -23,6 +23,7 @@ from sbpc.rules.grouped_product import GROUPED
 from sbpc.rules.match import Match, overloads
 from sbpc.rules.ops.views import squeeze_dims
 
+ALIAS = torch.ops.aten.alias.default
 PRODUCT = torch.ops.aten._grouped_mm.default
 APART = GATHER, SCATTER, PRODUCT, *overloads("index.Tensor index_put")  # which tell of their rows otherwise, or not
 SIZELESS = None, squeeze_dims  # kernels that run on any number of rows
@@ -71,7 +72,13 @@ def known_rows(node: Node, match: Match) -> Iterator[tuple[Key, Rows]]:
         values = values_of(node)
         for key, state in zip(values, (*pair[0], pair[1])):
             if isinstance(state, Ragged):
-                yield key, Rows(state.dim, values[2])
+                yield key, Rows(state.dim, same(values[2]))
+
+
+def same(key: Key) -> Key:
+    """Returns the value of which one is another name."""
+    node, index = key
+    return same(value_of(operands(node)[0])) if node.target is ALIAS else (node, index)
 
 
 def row_factors(match: Match) -> set[str]:
