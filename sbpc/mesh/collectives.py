@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import sympy
@@ -138,14 +138,12 @@ def block_bytes(collective: str, block: Sequence[Any], itemsize: int, formulas: 
 def rows_of(block: Sequence[Any], formulas: Sequence[Any] = ()) -> tuple[Any, Any]:
     """Returns how many rows of how many numbers a block has where it is packed: those along its last dim, or along so
     many of the last that a row has FEWEST numbers. Other rows of a matrix may be much larger, and share no scale."""
-    (size, *sizes), (length, *lengths), rows = block[::-1], (formulas or block)[::-1], cast(Any, 1)
+    rows, (size, *sizes), (length, *lengths) = 1, block[::-1], (formulas or block)[::-1]
+    pick: Any = np.where if isinstance(size, np.ndarray) else lambda short, yes, no: yes if short else no
     for one, many in zip(sizes, lengths):
         short = size < FEWEST
-        if isinstance(short, np.ndarray):
-            rows, length = np.where(short, rows, rows * many), np.where(short, length * many, length)
-        else:
-            rows, length = (rows, length * many) if short else (rows * many, length)
-        size = np.where(short, size * one, size) if isinstance(short, np.ndarray) else size * one if short else size
+        rows, length = pick(short, rows, rows * many), pick(short, length * many, length)
+        size = pick(short, size * one, size)
     return rows, length
 
 
