@@ -146,11 +146,8 @@ def group(
     dims: Sequence[Any] = (),
 ) -> tuple[Any, Any]:
     """Ranks of a group of a collective, and the bytes of its block (see WIRE). Arguments as those of `wire`."""
-    ranks, block = group_of(step, shape, sizes)
-    formulas: Sequence[Any] = ()
-    if symbols is not None:
-        ranks, formulas = group_of(step, shape, sizes, symbols, dims)
-    return ranks, block_bytes(step.collective, block, itemsize, formulas)
+    ranks, block = group_of(step, shape, sizes, symbols, dims)
+    return ranks, block_bytes(step.collective, block, itemsize)
 
 
 def group_of(

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import sympy
+from sympy.core.relational import Relational
 
 # p ranks in a group, each sending to its neighbour on the ring; n bytes of one block, the largest that the group has.
 # The block of an all_reduce is what one rank holds; of the others, a chunk of it. Steps that are not here are local.
@@ -121,30 +122,36 @@ def eight_bits(collective: str) -> str | None:
     return kind if kind in EIGHT_BITS else None
 
 
-def block_bytes(collective: str, block: Sequence[Any], itemsize: int, formulas: Sequence[Any] = ()) -> Any:
-    """Returns the bytes that a block of these sizes takes on the wire. formulas: what stands for the sizes in what is
-    returned.
+def block_bytes(collective: str, block: Sequence[Any], itemsize: int) -> Any:
+    """Returns the bytes that a block of these sizes takes on the wire; numbers, arrays or formulas.
 
     >>> block_bytes("all_gather", (10, 100), 4), block_bytes("gather_int8", (10, 100), 4)
     (4000, 1040)
     """
     if eight_bits(collective) is None:
-        return itemsize * math.prod(formulas or block)
-    rows, length = rows_of(block, formulas)
+        return itemsize * math.prod(block)
+    rows, length = rows_of(block)
     groups, size = groups_of(length)
     return rows * groups * (size + SCALE)
 
 
-def rows_of(block: Sequence[Any], formulas: Sequence[Any] = ()) -> tuple[Any, Any]:
+def rows_of(block: Sequence[Any]) -> tuple[Any, Any]:
     """Returns how many rows of how many numbers a block has where it is packed: those along its last dim, or along so
     many of the last that a row has FEWEST numbers. Other rows of a matrix may be much larger, and share no scale."""
-    rows, (size, *sizes), (length, *lengths) = 1, block[::-1], (formulas or block)[::-1]
-    pick: Any = np.where if isinstance(size, np.ndarray) else lambda short, yes, no: yes if short else no
-    for one, many in zip(sizes, lengths):
-        short = size < FEWEST
-        rows, length = pick(short, rows, rows * many), pick(short, length * many, length)
-        size = pick(short, size * one, size)
+    rows, length = 1, block[-1]
+    for size in block[-2::-1]:
+        short = length < FEWEST
+        rows, length = pick(short, rows, rows * size), pick(short, length * size, length)
     return rows, length
+
+
+def pick(condition: Any, yes: Any, no: Any) -> Any:
+    """Returns the first where a condition holds, else the second: of numbers, of arrays or of sympy expressions."""
+    if isinstance(condition, np.ndarray):
+        return np.where(condition, yes, no)
+    if isinstance(condition, Relational):
+        return sympy.Piecewise((yes, condition), (no, True))
+    return yes if condition else no
 
 
 def groups_of(length: Any) -> tuple[Any, Any]:
