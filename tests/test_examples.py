@@ -237,7 +237,7 @@ def test_every_line_of_code_in_the_table_of_the_readme_runs(tmp_path):
     rows = [row.split("|")[2] for row in README.splitlines() if row.startswith("| ") and row.count("|") == 3]
     lines = [line for row in rows for line in re.findall("`([^`]+)`", row)]
     commands = [line for line in lines if line.startswith("sbpc ")]
-    assert len(lines) > 17 and len(commands) == 9
+    assert len(lines) > 17 and len(commands) == 10
     for command in commands:
         parser().parse_args(shlex.split(command)[1:])
     assert run_ranks(run_lines, 1, str(tmp_path), [line for line in lines if line not in commands]) == [None]
