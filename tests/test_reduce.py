@@ -276,3 +276,18 @@ def test_real_ranks_add_up_gradients_in_float32(loop: str | None) -> None:
         one = error(sbpc.plan(model, args, Mesh(d=1), **options), model, args)
         found = {name: each.double() / (1 if loop else 8) for rank in of_ranks for name, each in rank.items()}
         assert relative(found, model, args) < (1.05 if loop or reduce == "float32" else 1.2) * one
+
+
+@pytest.mark.parametrize("options", [{"stages": "p"}, {"schedule": "breadth-first:2"}], ids=["stages", "loop"])
+def test_the_gradient_of_a_tied_weight_is_summed_in_float32_in_every_chunk(options: dict[str, Any]) -> None:
+    """Its part of the head is made in one chunk and added to that of the embedding in another."""
+    model, args = models.gpt2(batch=16, layers=2)
+    mesh = Mesh(p=2, d=2, cluster="h100")
+    plan = sbpc.baseline("data", model, args, mesh, dtype=torch.bfloat16, microbatches=4, **options)
+    summed = [
+        node.meta["val"].dtype
+        for chunk in plan.chunks
+        for node in chunk.unscheduled.graph.nodes
+        if "step" in node.meta and node.meta["step"].collective in ("all_reduce", "reduce_scatter")
+    ]
+    assert len(plan.chunks) == 2 and set(summed) == {torch.float32}

@@ -20,7 +20,7 @@ from sbpc.runtime.state.members import CLIP
 
 PAGES = {
     "planning": ("Planning", ["plan", "baseline", "sweep", "Plan"]),
-    "running": ("Running", ["parallelize", "start", "stop", "simulate", "Checkpoints"]),
+    "running": ("Running", ["parallelize", "start", "stop", "simulate", "Checkpoints", "integrations.hf"]),
     "files": ("Files", ["load", "load_module", "load_programs"]),
     "meshes": ("Meshes and layouts", ["Mesh", "Cluster", "Layout", "S", "B", "P", "Partial"]),
     "rules": ("Rules", ["rule", "probe", "load_rules"]),

@@ -13,12 +13,14 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from sbpc.errors import PlanError
+from sbpc.graph.about import REDUCE
 from sbpc.graph.operands import is_late, tensors_of, value_of
 from sbpc.graph.ports import GRADIENT, PARAMETER, Port, outputs, placeholders
 from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.loop.recompute import block_of
 from sbpc.plans.staged.estimate import best_steps
+from sbpc.rules.sum_types import narrows
 
 Places = dict[Node, int]
 
@@ -80,13 +82,13 @@ def read_here(node: Node, fixed: set[Node], known: Places, place: int) -> list[N
 
 def delayed(gm: GraphModule, known: Places, late: list[Node], at: dict[Node, list[int]]) -> Places:
     """Moves calls of the backward that read one value (sums, views) to the places that read them; a gradient to its
-    parameter's."""
+    parameter's. What widens a value before it is summed over ranks stays with that value."""
     stored = placeholders(gm)
     homes: dict[Node, int] = {}
     for port, node in outputs(gm, GRADIENT):
         homes[node] = max(at.get(stored[Port(PARAMETER, port.name)], [known.get(node, 0)]))
     for node in reversed(late):
-        if value_of(node)[0] is not node:
+        if value_of(node)[0] is not node or (REDUCE in node.meta and not narrows(node)):
             continue
         readers = [known[user] for user in node.users if user in known]
         readers += [homes[node]] if node in homes else []
