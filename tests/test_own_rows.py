@@ -16,6 +16,7 @@ import sbpc
 from sbpc import Mesh
 from sbpc.cli.train_loop import optimizer_of, train
 from sbpc.graph.ports import INPUT, OUTPUT, Port
+from sbpc.runtime.own_rows import check_rows_alike
 from sbpc.runtime.state.weight_files import read_tensors, save_tensors, save_weights, weights_of
 from tests.processes import command, run_ranks
 
@@ -261,6 +262,50 @@ def test_ranks_that_share_a_batch_must_give_the_same_rows() -> None:
         assert errors[0].startswith("rank 0 gives 4 rows, rank 1 3, and both share one place on inputs='data'\n")
         assert errors[1].startswith("the tensors that rank 2 gives have other numbers of rows than each other")
         assert errors[2].startswith("argument x is not the same on rank 1 as on rank 0")
+
+
+class Told(nn.Module):
+    """A loss, and a result that is not of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        out = self.layer(x)
+        return {"loss": out.square().mean(), "mean": out.mean(0)}
+
+
+def told() -> nn.Module:
+    torch.manual_seed(0)
+    return Told().double()
+
+
+def as_long_by_chance(rows: int, splits: Sequence[Sequence[int]], options: dict[str, Any]) -> Any:
+    """By batch that result, and what it is on one device. rows: those of the plan."""
+    plan = sbpc.plan(told(), batch(rows)[:1], Mesh(data=2), inputs="data", **options)
+    module: Any = sbpc.parallelize(told(), plan, also="auto")
+    rank, found = torch.distributed.get_rank(), []
+    for split in splits:
+        x = batch(sum(split))[:1]
+        found.append((module.step(own(x, split, rank)[0])["mean"].detach(), told()(*x)["mean"].detach()))
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2}])
+def test_a_result_as_long_as_a_later_batch_by_chance_stays_whole(options: dict[str, Any]) -> None:
+    for found in run_ranks(as_long_by_chance, 2, 8, ((4, 4), (2, 1), (3, 0)), options):
+        for mine, whole in found:
+            torch.testing.assert_close(mine, whole, rtol=1e-10, atol=1e-10)
+
+
+def test_what_is_as_long_as_the_first_batch_by_chance_is_told_of() -> None:
+    for error in run_ranks(as_long_by_chance, 2, 3, ((2, 1), (4, 4)), {}):
+        assert error.startswith(
+            "PlanError: result 1 was as long as the batch in the first call, and of a batch of 8 rows it is"
+        )
+    first, small = (sbpc.plan(made(), batch(rows), Mesh(data=2), inputs="data") for rows in (8, 3))
+    assert "argument 2 is as long as the batch of one plan by chance" in said(lambda: check_rows_alike(first, small))
 
 
 def target() -> tuple[nn.Module, Any]:

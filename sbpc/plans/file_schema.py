@@ -155,7 +155,8 @@ OPTIONS = record({
     "dtype": either(NONE, NAME), "eval": many(NAME), "left_out": many(NAME), "memory": MEMORY, "pin": table(NAME),
     "spread": FLAG, "microbatches": COUNT, "panels": COUNT, "slices": COUNT, "recompute": NAME, "baseline": NAME,
     "gather": one_of(*GATHERED), "schedule": NAME, "stages": either(NONE, NAME), "inputs": ENDS, "outputs": ENDS,
-    "guards": table(many(LINE)), "cuts": many(NAME), "dynamic": many(row(NAME, either(INTEGER, many(either(NONE, NAME))))),
+    "guards": table(many(LINE)), "cuts": many(NAME),
+    "dynamic": many(row(NAME, either(INTEGER, many(either(NONE, NAME))))),
     "masters": FLAG, "loss": leaf(lambda v: type(v) is int and v >= 0),
 })  # fmt: skip
 FIGURE = either(NONE, LINE, leaf(lambda v: is_number(v, (int, float))))
