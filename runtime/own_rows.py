@@ -235,5 +235,5 @@ def overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Returns the memory of a contiguous tensor as a vector of bytes, whatever its dtype."""
-    return tensor.view(-1).view(torch.uint8)
+    """Returns a tensor as a vector of bytes, whatever its dtype: its memory, where it is contiguous."""
+    return tensor.contiguous().view(-1).view(torch.uint8)

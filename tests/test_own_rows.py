@@ -16,7 +16,7 @@ import sbpc
 from sbpc import Mesh
 from sbpc.cli.train_loop import optimizer_of, train
 from sbpc.graph.ports import INPUT, OUTPUT, Port
-from sbpc.runtime.own_rows import check_rows_alike
+from sbpc.runtime.own_rows import check_rows_alike, exchanged
 from sbpc.runtime.state.weight_files import read_tensors, save_tensors, save_weights, weights_of
 from tests.processes import command, run_ranks
 
@@ -262,6 +262,17 @@ def test_ranks_that_share_a_batch_must_give_the_same_rows() -> None:
         assert errors[0].startswith("rank 0 gives 4 rows, rank 1 3, and both share one place on inputs='data'\n")
         assert errors[1].startswith("the tensors that rank 2 gives have other numbers of rows than each other")
         assert errors[2].startswith("argument x is not the same on rank 1 as on rank 0")
+
+
+def channels_last() -> Tensor:
+    """Rows 3 and 4 of five on rank 1, of which rank 0 has all but the last."""
+    rows = torch.arange(120.0).view(5, 2, 3, 4).to(memory_format=torch.channels_last)
+    mine = rows.split([4, 1])[torch.distributed.get_rank()]
+    return exchanged(mine, ((0, 4), (4, 1)), ((0, 3), (3, 2)), frozenset((0, 1)))
+
+
+def test_rows_go_to_other_ranks_however_they_lie_in_memory() -> None:
+    assert torch.cat(run_ranks(channels_last, 2)).equal(torch.arange(120.0).view(5, 2, 3, 4))
 
 
 class Told(nn.Module):
