@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -249,11 +250,15 @@ def unequal(plan: sbpc.Plan) -> list[str]:
     x, y = own(pair(), (4, 4), place)
     padded = sbpc.buckets([4, 8], together=True)({"input_ids": torch.ones(2, 3 + 2 * place)})  # one has 3, one 5
     assert padded["input_ids"].shape == (2, 8)
-    return [
+    errors = [
         said(lambda: module.step(x[: 3 if rank == 1 else 4], y[: 3 if rank == 1 else 4])),
         said(lambda: module.step(x, y[: 3 if rank == 2 else 4])),
         said(lambda: module.step(x + twin, y)),
     ]
+    for _ in range(3):  # later calls are compared by what each of them sends anyway
+        module.step(x, y)
+    with module.no_sync() if rank == 3 else contextlib.nullcontext():
+        return [*errors, said(lambda: module.step(x, y))]
 
 
 def test_ranks_that_share_a_batch_must_give_the_same_rows() -> None:
@@ -262,6 +267,9 @@ def test_ranks_that_share_a_batch_must_give_the_same_rows() -> None:
         assert errors[0].startswith("rank 0 gives 4 rows, rank 1 3, and both share one place on inputs='data'\n")
         assert errors[1].startswith("the tensors that rank 2 gives have other numbers of rows than each other")
         assert errors[2].startswith("argument x is not the same on rank 1 as on rank 0")
+        assert (
+            errors[3].startswith("rank 3 gives other arguments than rank 0") and "'within no_sync': True" in errors[3]
+        )
 
 
 def channels_last() -> Tensor:
