@@ -30,7 +30,7 @@ from sbpc.runtime.executors import executor_of
 from sbpc.runtime.further_plans import FurtherPlans, check_homes, most_plans, runner_for
 from sbpc.runtime.joint_step import STEP, joint_step
 from sbpc.runtime.module_weights import Call, ModuleWeights, Unplanned
-from sbpc.runtime.own_rows import OwnRows
+from sbpc.runtime.own_rows import OwnRows, check_rows_alike
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.agree import agree
 from sbpc.runtime.state import dtensor_optimizers, wrappers
@@ -224,11 +224,7 @@ def check_plans(model: Any, plan: Any, others: Sequence[Any]) -> None:
             )
         if other.mesh != plan.mesh:
             raise PlanError(f"one plan is for {plan.mesh}, another for {other.mesh}\n  Plan both for one mesh.")
-        if other.options.own_rows != plan.options.own_rows:
-            named = [each.options.own_rows for each in (plan, other)]
-            raise PlanError(
-                f"plans of one module have inputs={named[0]!r} and inputs={named[1]!r}\n  Give all the same."
-            )
+        check_rows_alike(plan, other)
         check_homes(plan, other)
 
 

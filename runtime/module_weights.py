@@ -102,7 +102,8 @@ class ModuleWeights:
         has_rows = leaves_with_rows([leaf.shape for leaf in leaves]) if like is None and own else [False] * len(leaves)
         has_rows = has_rows if like is None else like.has_rows
         modes = [name for name, module in self.submodules.items() if not module.training]
-        rows = ranks.of(leaves, has_rows, [structure, modes, at_once, torch.is_grad_enabled()])
+        sums = {"within no_sync": at_once and self.sums.collects, "keeps gradients": self.sums.unfinished}
+        rows = ranks.of(leaves, has_rows, [structure, modes, at_once, torch.is_grad_enabled(), sums])
         return Call(leaves, structure, at_once, rows if own else None, has_rows)
 
     def runner_of(self, runners: Sequence[Runner], call: Call, alone: bool = True) -> Runner:

@@ -18,6 +18,7 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
 from sbpc.errors import PlanError
+from sbpc.graph.ports import INPUT
 from sbpc.mesh.layout import Layout, chunk
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import layout_of_rows, leaves_with_rows
@@ -30,12 +31,13 @@ UNEQUAL = -1
 @dataclass(frozen=True)
 class Rows:
     """The rows of one batch. spans: those that each rank gives. beside: the ranks that share the batch with this
-    one. total: how many there are."""
+    one. total: how many there are. results: which results have rows, by their structure, as first seen."""
 
     mesh: Mesh
     spans: Spans
     beside: frozenset[int]
     total: int
+    results: dict[str, list[bool]]
 
     def planned(self, layout: Layout) -> Spans:
         """Returns the rows that each rank has of a batch in a layout, one of a stage's mesh where it is whole."""
@@ -47,12 +49,29 @@ class Rows:
         """Returns this rank's shard in a layout, of all ranks' own rows."""
         return self.moved(own, self.spans, self.planned(layout))
 
-    def left(self, shard: Tensor, layout: Layout) -> Tensor:
-        """Returns this rank's own rows of a result in a layout; a result without the rows of the batch as it is."""
-        have = self.planned(layout)
-        if not shard.dim() or shard.shape[0] != have[dist.get_rank()][1]:
-            return shard
-        return self.moved(shard, have, self.spans)
+    def left(self, shards: Sequence[Any], layouts: Sequence[Layout], structure: Any) -> list[Any]:
+        """Returns this rank's own rows of results in some layouts; results without the rows of the batch as they are.
+
+        Those have rows that are as long as the batch in the first call with results of this structure: one that is so
+        long in a later call by chance stays whole. Raises PlanError for one that no longer is.
+        """
+        has = [
+            isinstance(shard, Tensor) and shard.dim() > 0 and shard.shape[0] == self.planned(layout)[dist.get_rank()][1]
+            for shard, layout in zip(shards, layouts)
+        ]
+        known = self.results.setdefault(repr(structure), has)
+        lost = [at for at, pair in enumerate(zip(known, has)) if pair == (True, False)]
+        if lost:
+            raise PlanError(
+                f"result {lost[0]} was as long as the batch in the first call, and of a batch of {self.total} rows it "
+                "is not: a rank got some of it there\n"
+                "  Give it another shape, such as [1, n], or say outputs=[...], a layout for each result."
+            )
+        whole = ((0, self.total),) * self.mesh.ranks
+        return [
+            self.moved(shard, self.planned(layout), self.spans if own else whole) if as_long else shard
+            for shard, layout, as_long, own in zip(shards, layouts, has, known)
+        ]
 
     def moved(self, rows: Tensor, have: Spans, want: Spans) -> Tensor:
         """Returns the rows that this rank wants of those that the ranks have."""
@@ -73,6 +92,7 @@ class OwnRows:
         others = [axis for axis in range(len(mesh.axes)) if axis not in axes]
         self.others = [tuple(mesh.coordinates(rank)[axis] for axis in others) for rank in range(mesh.ranks)]
         self.group = process_groups.everyone() if mesh.ranks > 1 else None
+        self.results: dict[str, list[bool]] = {}
 
     def of(self, leaves: Sequence[Tensor], has_rows: Sequence[bool], about: Any) -> Rows:
         """Returns the rows of a call. has_rows: which of its tensors have them. about: what else is to be the same on
@@ -102,7 +122,8 @@ class OwnRows:
             starts[place], total = total, total + count
         spans = tuple((starts[place], by_place[place]) for place in self.places)
         me = self.others[dist.get_rank()]
-        return Rows(self.mesh, spans, frozenset(r for r, other in enumerate(self.others) if other == me), total)
+        beside = frozenset(rank for rank, other in enumerate(self.others) if other == me)
+        return Rows(self.mesh, spans, beside, total, self.results)
 
     def everywhere(self, rows: int, about: Any) -> list[int]:
         """Returns the number of rows by rank. about: what is to be the same on all."""
@@ -129,6 +150,26 @@ class OwnRows:
         return (
             "Give as many rows of each, and all else alike on all ranks. Rows have the tensors whose dim 0 was as long "
             "as that of the first one when planned; a list of layouts, inputs=[...], says it tensor by tensor"
+        )
+
+
+def inputs_with_rows(plan: Any) -> list[bool]:
+    """Returns of which arguments of a plan each rank gives its own rows."""
+    shapes = [value.shape for port, value in plan.shapes.items() if port.kind == INPUT]
+    return [False] * len(shapes) if plan.options.own_rows is None else leaves_with_rows(shapes)
+
+
+def check_rows_alike(plan: Any, other: Any) -> None:
+    """Raises PlanError unless the same arguments have rows in two plans of one module."""
+    names, others = plan.options.own_rows, other.options.own_rows
+    if names != others:
+        raise PlanError(f"plans of one module have inputs={names!r} and inputs={others!r}\n  Give all the same.")
+    has = [inputs_with_rows(each) for each in (plan, other)]
+    if plan.ports.arguments == other.ports.arguments and has[0] != has[1]:
+        at = [one == two for one, two in zip(*has)].index(False)
+        raise PlanError(
+            f"argument {at} is as long as the batch of one plan by chance, and not as that of another, with "
+            f"inputs={names!r}\n  Give that tensor another shape, or leave it in an attribute of the model."
         )
 
 
@@ -194,5 +235,5 @@ def overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Returns the memory of a contiguous tensor as a vector of bytes, whatever its dtype."""
-    return tensor.view(-1).view(torch.uint8)
+    """Returns a tensor as a vector of bytes, whatever its dtype: its memory, where it is contiguous."""
+    return tensor.contiguous().view(-1).view(torch.uint8)

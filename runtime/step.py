@@ -34,14 +34,13 @@ from sbpc.graph.ports import (
 )
 from sbpc.graph.random_bits import seed_of_step
 from sbpc.mesh.layout import Layout, broadcast
-from sbpc.mesh.pins import leaves_with_rows
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
 from sbpc.plans.step_programs import ENDING, FORWARD, JOINT, UNSENT_JOINT, StepPrograms
 from sbpc.runtime import bind
 from sbpc.runtime.accumulate import Sums, within
 from sbpc.runtime.executors import BoxedFunction, Executor
-from sbpc.runtime.own_rows import Rows
+from sbpc.runtime.own_rows import Rows, inputs_with_rows
 from sbpc.runtime.prepared import prepared
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.same_calls import SameCalls
@@ -153,8 +152,7 @@ class Runner:
     @functools.cached_property
     def has_rows(self) -> list[bool]:
         """Returns which arguments each rank gives its own rows of."""
-        shapes = [self.shapes[port].shape for port in self.inputs]
-        return [False] * len(shapes) if self.plan.options.own_rows is None else leaves_with_rows(shapes)
+        return inputs_with_rows(self.plan)
 
     def planned_shape(self, at: int, whole: bool = False) -> tuple[int, ...]:
         """Returns the shape of an argument that all ranks give together, or each. whole: of a DTensor."""
@@ -224,12 +222,10 @@ class Runner:
             return dict(named)
         whole = broadcast(self.plan.mesh.axes)
         left = {} if self.plan.loop is not None else self.plan.left
-        return {
-            port: rows.left(value, left.get(port) or whole)
-            if port.kind == OUTPUT and isinstance(value, Tensor)
-            else value
-            for port, value in named.items()
-        }
+        ports = [port for port in named if port.kind == OUTPUT]
+        layouts = [left.get(port) or whole for port in ports]
+        own = rows.left([named[port] for port in ports], layouts, self.plan.ports.results)
+        return {**named, **dict(zip(ports, own))}
 
     def infer(self, values: list[Tensor]) -> list[Tensor]:
         """Runs the forward alone, of which nothing is saved."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import sbpc
 from sbpc import Mesh
 from sbpc.cli.train_loop import optimizer_of, train
 from sbpc.graph.ports import INPUT, OUTPUT, Port
+from sbpc.runtime.own_rows import check_rows_alike, exchanged
 from sbpc.runtime.state.weight_files import read_tensors, save_tensors, save_weights, weights_of
 from tests.processes import command, run_ranks
 
@@ -248,11 +250,15 @@ def unequal(plan: sbpc.Plan) -> list[str]:
     x, y = own(pair(), (4, 4), place)
     padded = sbpc.buckets([4, 8], together=True)({"input_ids": torch.ones(2, 3 + 2 * place)})  # one has 3, one 5
     assert padded["input_ids"].shape == (2, 8)
-    return [
+    errors = [
         said(lambda: module.step(x[: 3 if rank == 1 else 4], y[: 3 if rank == 1 else 4])),
         said(lambda: module.step(x, y[: 3 if rank == 2 else 4])),
         said(lambda: module.step(x + twin, y)),
     ]
+    for _ in range(3):  # later calls are compared by what each of them sends anyway
+        module.step(x, y)
+    with module.no_sync() if rank == 3 else contextlib.nullcontext():
+        return [*errors, said(lambda: module.step(x, y))]
 
 
 def test_ranks_that_share_a_batch_must_give_the_same_rows() -> None:
@@ -261,6 +267,64 @@ def test_ranks_that_share_a_batch_must_give_the_same_rows() -> None:
         assert errors[0].startswith("rank 0 gives 4 rows, rank 1 3, and both share one place on inputs='data'\n")
         assert errors[1].startswith("the tensors that rank 2 gives have other numbers of rows than each other")
         assert errors[2].startswith("argument x is not the same on rank 1 as on rank 0")
+        assert (
+            errors[3].startswith("rank 3 gives other arguments than rank 0") and "'within no_sync': True" in errors[3]
+        )
+
+
+def channels_last() -> Tensor:
+    """Rows 3 and 4 of five on rank 1, of which rank 0 has all but the last."""
+    rows = torch.arange(120.0).view(5, 2, 3, 4).to(memory_format=torch.channels_last)
+    mine = rows.split([4, 1])[torch.distributed.get_rank()]
+    return exchanged(mine, ((0, 4), (4, 1)), ((0, 3), (3, 2)), frozenset((0, 1)))
+
+
+def test_rows_go_to_other_ranks_however_they_lie_in_memory() -> None:
+    assert torch.cat(run_ranks(channels_last, 2)).equal(torch.arange(120.0).view(5, 2, 3, 4))
+
+
+class Told(nn.Module):
+    """A loss, and a result that is not of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        out = self.layer(x)
+        return {"loss": out.square().mean(), "mean": out.mean(0)}
+
+
+def told() -> nn.Module:
+    torch.manual_seed(0)
+    return Told().double()
+
+
+def as_long_by_chance(rows: int, splits: Sequence[Sequence[int]], options: dict[str, Any]) -> Any:
+    """By batch that result, and what it is on one device. rows: those of the plan."""
+    plan = sbpc.plan(told(), batch(rows)[:1], Mesh(data=2), inputs="data", **options)
+    module: Any = sbpc.parallelize(told(), plan, also="auto")
+    rank, found = torch.distributed.get_rank(), []
+    for split in splits:
+        x = batch(sum(split))[:1]
+        found.append((module.step(own(x, split, rank)[0])["mean"].detach(), told()(*x)["mean"].detach()))
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2}])
+def test_a_result_as_long_as_a_later_batch_by_chance_stays_whole(options: dict[str, Any]) -> None:
+    for found in run_ranks(as_long_by_chance, 2, 8, ((4, 4), (2, 1), (3, 0)), options):
+        for mine, whole in found:
+            torch.testing.assert_close(mine, whole, rtol=1e-10, atol=1e-10)
+
+
+def test_what_is_as_long_as_the_first_batch_by_chance_is_told_of() -> None:
+    for error in run_ranks(as_long_by_chance, 2, 3, ((2, 1), (4, 4)), {}):
+        assert error.startswith(
+            "PlanError: result 1 was as long as the batch in the first call, and of a batch of 8 rows it is"
+        )
+    first, small = (sbpc.plan(made(), batch(rows), Mesh(data=2), inputs="data") for rows in (8, 3))
+    assert "argument 2 is as long as the batch of one plan by chance" in said(lambda: check_rows_alike(first, small))
 
 
 def target() -> tuple[nn.Module, Any]:
