@@ -74,7 +74,7 @@ def accuracy(result: Any) -> dict[str, float]:
 
 
 def language(folder: str, mesh: Any) -> dict[str, Any]:
-    """As run_clm does: accumulation, an uneven last batch, evaluation and saving each epoch, the best model at the end, predictions."""
+    """As run_clm does: accumulation, uneven last batches, evaluation and saving each epoch, the best model at the end, predictions."""
     from transformers import Trainer
 
     args = arguments(
@@ -86,7 +86,7 @@ def language(folder: str, mesh: Any) -> dict[str, Any]:
         model=model,
         args=args,
         train_dataset=rows(),
-        eval_dataset=rows(6),
+        eval_dataset=rows(11),  # eight and three
         data_collator=padded,
         compute_metrics=accuracy,
     )

@@ -113,9 +113,9 @@ def as_one_process(trainer: Any, rows: int) -> None:
         state.num_processes, state.distributed_type = 1, alone
         setattr(owner, name, state)
     accelerator.dataloader_config.dispatch_batches = False
-    for name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes"):
+    for name in ("gather", "reduce", "pad_across_processes"):
         setattr(accelerator, name, lambda tensor, *args, **kwargs: tensor)
-    trainer.gather_function = accelerator.gather_for_metrics
+    trainer.gather_function = accelerator.gather_for_metrics = functools.partial(rows_there_are, accelerator)
     args.per_device_train_batch_size *= rows
     args.per_device_eval_batch_size *= rows
     trainer._train_batch_size = args.train_batch_size
@@ -129,6 +129,17 @@ def as_one_process(trainer: Any, rows: int) -> None:
             args.distributed_state.process_index = rank
 
     trainer._get_dataloader = same_workers
+
+
+def rows_there_are(accelerator: Any, data: Any, use_gather_object: bool = False) -> Any:
+    """Does what `accelerator.gather_for_metrics` does in one process: of the last smaller batch it takes as many rows
+    as there are, where a trainer repeats its loss for each row of a whole one."""
+    from accelerate.utils import recursively_apply
+
+    rest = accelerator.gradient_state.remainder
+    if use_gather_object or not accelerator.gradient_state.end_of_dataloader or rest <= 0:
+        return data
+    return recursively_apply(lambda tensor: tensor[:rest] if tensor.ndim else tensor, data)
 
 
 def reads_loss_alone(trainer: Any) -> bool:
