@@ -67,7 +67,7 @@ def hf(trainer: Any, mesh: Mesh, *, data: str = "data", also: str = "auto", **op
     for each place on the axis `data`, the next rows of one order, and loss, gradients, `num_items_in_batch`, metrics
     and what is logged are those of one process with a batch of that size, the last smaller batch included: all ranks
     load the whole batch, and `trainer.args`, now a copy of yours, counts its rows. Shapes and modes that were not
-    planned are planned when they come, in the same homes. Adapters cannot be turned off for a call, as DPO does.
+    planned are planned when they come, in the same homes. Adapters cannot be turned off for a call.
 
     data       the axis that counts for the size of the batch. The plan uses every axis as it is fastest.
     also       how many plans there may be, as `sbpc.parallelize` takes it, where batches are padded to many lengths.
