@@ -19,7 +19,7 @@ from sbpc.boxing.steps import step_cost
 from sbpc.errors import MeshError
 from sbpc.mesh import cluster as cluster_module
 from sbpc.mesh.cluster import CLUSTERS, COLLECTIVES, RANGES, UNBOUNDED, Rate
-from sbpc.mesh.collectives import PACKED, WIRE, Way
+from sbpc.mesh.collectives import CARRIERS, WIRE, Way
 from sbpc.passes.schedule.choice import weighted
 from sbpc.plans.options import Options
 from sbpc.plans.timeline import ACROSS, COMPUTE, INSIDE, Clock, Work
@@ -317,7 +317,7 @@ def test_formulas_at_other_sizes_and_rates_are_the_cost_there() -> None:
     model, args = models.mlp(batch=96)
     plan = random_plan(sbpc.plan(model, args, Mesh(d=4, t=8, cluster="h100"), objective="serial"), seed=3)
     seen, moved = set(), [transfer for transfer, _ in plan.cost.transfers]
-    alike = {name: "reduce_scatter" if name.startswith("exchange") else "all_gather" for name in PACKED}
+    alike = {name: "reduce_scatter" if name.startswith("exchange") else "all_gather" for name in CARRIERS}
     sent = [
         dataclasses.replace(each, step=dataclasses.replace(each.step, collective=name))
         for name, kind in alike.items()

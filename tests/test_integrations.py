@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,13 @@ def rows(count: int = ROWS) -> list[dict[str, Any]]:
     made = torch.Generator().manual_seed(1)
     ids = [torch.randint(1, 96, (LENGTHS[at % 5 == 0],), generator=made) for at in range(count)]
     return [{"input_ids": each, "labels": each, "number": at} for at, each in enumerate(ids)]
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Rows without a number, whose last batch has three."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(rows(11))
 
 
 def padded(batch: list[dict[str, Any]]) -> dict[str, Any]:
@@ -74,7 +82,7 @@ def accuracy(result: Any) -> dict[str, float]:
 
 
 def language(folder: str, mesh: Any) -> dict[str, Any]:
-    """As run_clm does: accumulation, an uneven last batch, evaluation and saving each epoch, the best model at the end, predictions."""
+    """As run_clm does: accumulation, uneven last batches, evaluation and saving each epoch, the best model at the end, predictions."""
     from transformers import Trainer
 
     args = arguments(
@@ -86,7 +94,7 @@ def language(folder: str, mesh: Any) -> dict[str, Any]:
         model=model,
         args=args,
         train_dataset=rows(),
-        eval_dataset=rows(11),
+        eval_dataset=rows(11),  # eight and three
         data_collator=padded,
         compute_metrics=accuracy,
     )
@@ -94,19 +102,22 @@ def language(folder: str, mesh: Any) -> dict[str, Any]:
     started(trainer, mesh).train()
     assert inspect.signature(model.forward) == signature and isinstance(model, held) and trainer.model is model
     predictions = trainer.predict(rows(6)).predictions
+    trainer.evaluate(Stream())
     trainer.save_model(f"{folder}/final")
     return {"logs": logs(trainer), "predictions": predictions, "best": trainer.state.best_global_step}
 
 
 def resumed(folder: str, mesh: Any) -> dict[str, Any]:
-    """Goes on from the checkpoint of `language`, of whatever ranks it is."""
+    """Goes on from the checkpoint of `language`, of whatever ranks it is, and trains a second time."""
     from transformers import Trainer
 
     args = arguments(folder, mesh, num_train_epochs=3, gradient_accumulation_steps=2)
     trainer = Trainer(model=llama(), args=args, train_dataset=rows(), data_collator=padded)
     (checkpoint,) = Path(folder.replace("resumed", "language")).glob("checkpoint-*")
     started(trainer, mesh).train(resume_from_checkpoint=str(checkpoint))
-    return {"logs": logs(trainer)}
+    first = logs(trainer)
+    trainer.train()  # again, with the optimizer that it has
+    return {"logs": first + logs(trainer)}
 
 
 def adapters(folder: str, mesh: Any) -> dict[str, Any]:
@@ -158,21 +169,29 @@ def tuned(folder: str, mesh: Any) -> dict[str, Any]:
 
 
 def smoothed(folder: str, mesh: Any) -> dict[str, Any]:
-    """A loss that the trainer makes of the logits, and an optimizer that was made of the model on one device."""
+    """A loss that the trainer makes of the logits, and an optimizer that was made of the model on one device, whose state has
+    other shapes; the run goes on from its first checkpoint."""
     from transformers import Adafactor, Trainer
 
-    args, model = arguments(folder, mesh, max_steps=2, label_smoothing_factor=0.1), llama()
-    own = Adafactor(model.parameters(), lr=1e-2, scale_parameter=False, relative_step=False)
-    trainer = Trainer(model=model, args=args, train_dataset=rows(16), data_collator=padded, optimizers=(own, None))
-    started(trainer, mesh).train()
-    return {"logs": logs(trainer)}
+    args = arguments(folder, mesh, max_steps=4, label_smoothing_factor=0.1, save_strategy="steps", save_steps=2)
+
+    def trainer() -> Any:
+        model = llama()
+        own = Adafactor(model.parameters(), lr=1e-2, scale_parameter=False, relative_step=False)
+        made = Trainer(model=model, args=args, train_dataset=rows(16), data_collator=padded, optimizers=(own, None))
+        return started(made, mesh)
+
+    trainer().train()
+    again = trainer()
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    return {"logs": logs(again)}
 
 
 def own_loop(folder: str, mesh: Any) -> dict[str, Any]:
     """A loop of one's own with accelerate, whose loader gives each rank its own rows, in a model that is parallel already."""
     from accelerate import Accelerator, DataLoaderConfiguration
 
-    long = rows(150)[::5]  # thirty of one length, as each rank pads its own rows
+    long = rows(150)[::5]  # 30 of one length, as each rank pads its own rows: the last batch has four and two
     batches = torch.utils.data.DataLoader(long, batch_size=8 if mesh is None else 4, collate_fn=padded)
     model = llama()
     model.config.use_cache = False

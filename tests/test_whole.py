@@ -115,6 +115,21 @@ def test_save_pretrained_writes_what_the_library_reads_on_one_device(tmp_path: P
             torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6)
 
 
+def in_bfloat16(plan: sbpc.Plan, folder: str) -> None:
+    """On a rank: a model of bfloat16, whose parallel parameters are float32 masters, is saved in both ways."""
+    module: Any = sbpc.parallelize(small()[0].bfloat16(), plan)
+    assert {each.dtype for each in module.parameters()} == {torch.float32}
+    module.save_pretrained(f"{folder}/given", state_dict=sbpc.full_state_dict(module))
+    module.save_pretrained(f"{folder}/all")
+
+
+def test_a_saved_model_with_masters_is_read_in_the_type_that_it_has_on_one_device(tmp_path: Path) -> None:
+    model, kwargs = small()
+    run_ranks(in_bfloat16, 1, sbpc.plan(model.bfloat16(), (), Mesh(x=1), kwargs=kwargs), str(tmp_path))
+    for name in ("all", "given"):
+        assert type(model).from_pretrained(tmp_path / name).dtype == torch.bfloat16
+
+
 def test_what_is_no_module_has_no_weights() -> None:
     with pytest.raises(PlanError, match="the model is None"):
         sbpc.full_state_dict(None)  # type: ignore[arg-type]

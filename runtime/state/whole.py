@@ -45,8 +45,8 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
 def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Saves the whole model as its class does on one device, with what that takes. Every rank calls this at the same
     point, and rank 0 writes; with `state_dict=`, which has whole tensors, rank 0 may call it alone."""
-    whole, several = kwargs.get("state_dict") is not None, dist.is_initialized()
-    model: Any = twin_of(self, {}) if whole else on_one_device(self)
+    whole, several = kwargs.get("state_dict"), dist.is_initialized()
+    model: Any = on_one_device(self) if whole is None else twin_of(self, whole)  # the library reads its type of it
     result = said = None
     try:
         if model is not None and not (several and dist.get_rank()):
@@ -55,7 +55,7 @@ def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         said = f"{type(error).__name__}: {error}"
         raise
     finally:
-        of_ranks = process_groups.from_all_ranks(said) if several and not whole else [None]
+        of_ranks = process_groups.from_all_ranks(said) if several and whole is None else [None]
     if of_ranks[0] is not None:
         raise CheckpointError(f"rank 0 could not save the model: {of_ranks[0]}\n  Mend the cause, and save again.")
     return result

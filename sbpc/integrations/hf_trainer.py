@@ -66,8 +66,8 @@ def hf(trainer: Any, mesh: Mesh, *, data: str = "data", also: str = "auto", **op
     The model becomes parallel in its place: your variable, too. A step's batch has `per_device_train_batch_size` rows
     for each place on the axis `data`, the next rows of one order, and loss, gradients, `num_items_in_batch`, metrics
     and what is logged are those of one process with a batch of that size, the last smaller batch included: all ranks
-    load the whole batch, and `args` counts its rows from here on. Shapes and modes that were not planned are planned
-    when they come, in the same homes.
+    load the whole batch, and `trainer.args`, now a copy of yours, counts its rows. Shapes and modes that were not
+    planned are planned when they come, in the same homes. Adapters cannot be turned off for a call.
 
     data       the axis that counts for the size of the batch. The plan uses every axis as it is fastest.
     also       how many plans there may be, as `sbpc.parallelize` takes it, where batches are padded to many lengths.
@@ -84,6 +84,7 @@ def hf(trainer: Any, mesh: Mesh, *, data: str = "data", also: str = "auto", **op
     Raises PlanError, before anything is planned, for options of the trainer that another library would have to carry
     out, each with what to do instead; and what `sbpc.plan` and `sbpc.parallelize` raise.
     """
+    trainer.args = copy.copy(trainer.args)  # the user's may be those of a second trainer
     options = check(trainer, options)
     rows = dict(zip(mesh.axes, mesh.sizes)).get(data, 1)
     as_one_process(trainer, rows)
@@ -113,8 +114,9 @@ def as_one_process(trainer: Any, rows: int) -> None:
         state.num_processes, state.distributed_type = 1, alone
         setattr(owner, name, state)
     accelerator.dataloader_config.dispatch_batches = False
-    for name in ("gather", "reduce", "pad_across_processes"):  # gather_for_metrics, which gathers by the first, cuts
+    for name in ("gather", "reduce", "pad_across_processes"):
         setattr(accelerator, name, lambda tensor, *args, **kwargs: tensor)
+    trainer.gather_function = accelerator.gather_for_metrics = functools.partial(rows_there_are, accelerator)
     args.per_device_train_batch_size *= rows
     args.per_device_eval_batch_size *= rows
     trainer._train_batch_size = args.train_batch_size
@@ -123,11 +125,42 @@ def as_one_process(trainer: Any, rows: int) -> None:
     def same_workers(*given: Any, **named: Any) -> Any:
         rank, args.distributed_state.process_index = args.distributed_state.process_index, 0
         try:
-            return loader(*given, **named)  # seeds the workers by the index
+            made = loader(*given, **named)  # seeds the workers by the index
         finally:
             args.distributed_state.process_index = rank
+        if isinstance(made.dataset, torch.utils.data.IterableDataset):
+            count_last_rows(made)
+        return made
 
     trainer._get_dataloader = same_workers
+
+
+def count_last_rows(loader: Any) -> None:
+    """Has a loader of accelerate, of rows without a number, know how many its last batch has, as it does in one
+    process."""
+    from accelerate.utils import find_batch_size
+
+    batches = loader.base_dataloader.__iter__
+
+    def counted() -> Iterator[Any]:
+        rows = -1
+        for batch in batches():
+            rows = find_batch_size(batch) or -1
+            yield batch
+        loader.remainder = rows
+
+    loader.base_dataloader.__iter__ = counted
+
+
+def rows_there_are(accelerator: Any, data: Any, use_gather_object: bool = False) -> Any:
+    """Does what `accelerator.gather_for_metrics` does in one process: of the last smaller batch it takes as many rows
+    as there are, where a trainer repeats its loss for each row of a whole one."""
+    from accelerate.utils import recursively_apply
+
+    rest = accelerator.gradient_state.remainder
+    if use_gather_object or not accelerator.gradient_state.end_of_dataloader or rest <= 0:
+        return data
+    return recursively_apply(lambda tensor: tensor[:rest] if tensor.ndim else tensor, data)
 
 
 def reads_loss_alone(trainer: Any) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sbpc._compat import tree_map
+from sbpc.mesh.layout import broadcast
 from sbpc.plans.plan import Plan
 from sbpc.runtime.start.lost_ranks import watched
 from sbpc.runtime.state.dtensors import at_home
@@ -48,7 +49,8 @@ def install(trainer: Any, plan: Plan) -> None:
 
     def optimizer_of_shards(*args: Any, **kwargs: Any) -> Any:
         made = make_optimizer(*args, **kwargs)
-        made.register_load_state_dict_pre_hook(sharding(model, plan))
+        if not hasattr(made, "optimizer"):  # accelerate's, of an earlier call of train
+            made.register_load_state_dict_pre_hook(sharding(model, plan))
         return made
 
     trainer._save, trainer._save_optimizer_and_scheduler = save_whole, save_whole_optimizer
@@ -84,15 +86,16 @@ def whole_state(optimizer: Any) -> Any:
 
 
 def sharding(model: nn.Module, plan: Plan) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
-    """Returns what gives an optimizer, which loads whole tensors, those that are as large as their parameter in the
-    parameter's home."""
+    """Returns what makes DTensors of the whole tensors that an optimizer loads: those as large as their parameter in
+    the parameter's home, others, such as the rows of Adafactor, whole on each rank. Numbers stay as they are."""
     homes = {parameter: plan.parameters.get(name) for name, parameter in model.named_parameters()}
 
     def shard(parameter: Any, value: Any) -> Any:
         home = homes.get(parameter)
-        if home is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
+        if home is None or not isinstance(value, Tensor) or not value.ndim:
             return value
-        return at_home(value, home, plan.mesh, parameter.device)
+        layout = home if value.shape == parameter.shape else broadcast(plan.mesh.axes)
+        return at_home(value, layout, plan.mesh, parameter.device)
 
     def shards(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
