@@ -47,7 +47,7 @@ def placed(gm: GraphModule, where: torch.device) -> GraphModule:
         if isinstance(node.target, OpOverload) and not has_kernel(node.target, where.type):
             what = f"%{node.name} is an op that is not there on {where.type}: the plan was made for another device"
             raise PlanError(at_node(what, node, f"Plan again, with the model on {where.type} or on the meta device."))
-        if "c10d" in str(node.target) and (kind := type_of(node)) not in types:
+        if "c10d" in str(node.target) and (kind := type_of(node)) not in (None, *types):
             what = f"%{node.name} sends numbers of {kind} to other ranks, which {backend} cannot"
             raise PlanError(at_node(what, node, "Have the model compute it in a type such as torch.int32."))
     result = GraphModule(gm, graph)
@@ -55,12 +55,11 @@ def placed(gm: GraphModule, where: torch.device) -> GraphModule:
     return result
 
 
-def type_of(node: Node) -> torch.dtype:
-    """Returns the type of what a collective sends: that of the last value before it of which a plan knows."""
-    while node.meta.get("val") is None:
+def type_of(node: Node) -> torch.dtype | None:
+    """Returns the type of what a collective sends: that of the last value before it of which a plan knows, if any."""
+    while node.meta.get("val") is None and node.all_input_nodes:
         node = node.all_input_nodes[0]
-    dtype: torch.dtype = node.meta["val"].dtype
-    return dtype
+    return getattr(node.meta.get("val"), "dtype", None)
 
 
 def attend(graph: Graph, choose: Choice) -> None:

@@ -108,7 +108,13 @@ def rows_shared(nodes: list[Node], mesh: Mesh, axes: tuple[int, ...]) -> dict[No
         for each in (each for each in others if each.ragged is not None):
             found[node] = Choice(tuple(each if axis in axes else whole for axis in ranks), tuple(ranks))
     legal = all(node.meta["candidates"].legal(choice, mesh.sizes) for node, choice in found.items())
-    return found if legal else {}
+    made = all(  # rows that come in from outside are not shared out
+        value_of(operand)[0] in found
+        for node, choice in found.items()
+        for slot, operand in enumerate(operands(node))
+        if any(isinstance(state, Ragged) for state in choice.input(slot, mesh.axes).states)
+    )
+    return found if legal and made else {}
 
 
 def draw_choice(

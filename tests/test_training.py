@@ -151,7 +151,7 @@ def test_what_does_not_fit_the_plan_is_refused_on_every_rank(tmp_path: Path) -> 
             "PlanError: argument 0 is torch.float32 (24, 24), the plan is for torch.float32 (12, 24)"
         )
         assert result[3] == (
-            "PlanError: the module is in another mode (train or eval) than when it was planned: the model itself is in eval, was in train\n"
+            "Unplanned: the module is in another mode (train or eval) than when it was planned: the model itself is in eval, was in train\n"
             "  For evaluation plan model.eval() too, with train=False and pin=plan.parameters, and give it as parallelize(..., evaluate=)."
         )
         assert result[4].startswith("PlanError: the model is parallel already")
