@@ -109,6 +109,17 @@ def worker(function: Callable[..., Any], rank: int, ranks: int, folder: str, arg
         traceback.print_exc()
     torch.save(result, os.path.join(folder, f"result{rank}.part"))
     os.rename(os.path.join(folder, f"result{rank}.part"), os.path.join(folder, f"result{rank}"))
+    if not isinstance(result, str):
+        wait_for_others(ranks, folder)
+
+
+def wait_for_others(ranks: int, folder: str, seconds: float = 5.0) -> None:
+    """Waits until every rank has its result: one that ended before would break groups that others still connect."""
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit and not all(
+        os.path.exists(os.path.join(folder, f"result{at}")) for at in range(ranks)
+    ):
+        time.sleep(0.005)
 
 
 def command(*arguments: str) -> str:
