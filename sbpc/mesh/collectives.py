@@ -35,8 +35,8 @@ WIRE |= {name: WIRE[carrier] for name, carrier in PACKED.items()}
 CARRIERS = {**PACKED, DISPATCH: "all_to_all"}  # those, and what sends numbers as they are
 MOST, FEWEST, SCALE = 256, 64, 4  # numbers of 8 bits that share a scale (see `rows_of`), and the bytes of one
 # Bytes that the kernels which pack a number of float32 move, and those which unpack it: see `sbpc.boxing.eight_bits`.
-PACK = {INT8: (4, 0, 0, 8, 8, 12, 8, 5, 2), FLOAT8: (4, 0, 0, 8, 5, 2)}
-UNPACK = {INT8: (5,), FLOAT8: (5, 8)}
+PACK = {INT8: (4, 0, 0, 8, 8, 8, 12, 8, 5, 2), FLOAT8: (4, 0, 0, 8, 5, 2)}
+UNPACK = {INT8: (5, 8, 12, 8), FLOAT8: (5, 8)}
 GATHERS = "all_gather", "reduce_scatter"
 Line = tuple[float, float]  # seconds of a message of no bytes, and seconds more for each byte of its block
 Lines = tuple[Line, ...]  # of which the cheapest counts: another one for each range of sizes
