@@ -153,7 +153,8 @@ class Options:
         "micro-batches add up is in float32, and is sent so: rounded, it would lose digits that it has); or "
         '"as computed", whose error grows with the root of the number of ranks; or "int8" or "float8", in float32, but '
         "gradients cross links in 8 bits where that is faster, each rank's part rounded once and the sum once more if "
-        "it is gathered: up to 256 numbers of a row share a scale, and int8 has their square roots, so that small ones keep digits. "
+        "it is gathered: up to 256 numbers of a row share a scale, int8 has their square roots, so that what is small "
+        "beside others keeps digits. "
         "Partial sums of activations, as in tensor parallelism, are taken in the type of the activations.",
     )
     gather: str = option(
