@@ -117,7 +117,8 @@ def check_structure(plan: AnyPlan, structure: Any) -> None:
     if structure != plan.ports.arguments:
         raise PlanError(
             f"the arguments are not like those planned\n  given:   {structure}\n  planned: {plan.ports.arguments}\n"
-            "  Constants are part of a plan: plan once for each, or pass a tensor."
+            "  Constants are part of a plan: plan once for each, or pass a tensor. parallelize(..., also='auto') plans "
+            "what comes."
         )
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sbpc.errors import PlanError
+from sbpc.graph.guards import Guards
 from sbpc.graph.ports import INPUT
 from sbpc.graph.pytree import unflatten
 from sbpc.plans.plan import Plan
@@ -23,6 +25,7 @@ from sbpc.runtime.step import Runner
 
 AUTO, MOST = "auto", 8
 RELAID = 16
+OWN = {"forward", *vars(nn.Module())}  # attributes that a module has of its own
 log = logging.getLogger("sbpc")
 
 
@@ -61,8 +64,12 @@ class FurtherPlans:
         args, kwargs = unflatten(
             call.structure, [like_meta(leaf, shape) for leaf, shape in zip(call.leaves, call.shapes)]
         )
-        self.follow(module)
+        modules = dict(module.named_modules())
+        for name, own in self.model.named_modules():
+            follow(own, vars(modules[name]))
         step = self.plan.alike.captured(self.model, args, kwargs, train)
+        if (changed := Guards(module, step.about["guards"]).broken()) is not None:
+            raise changed
         planned = [each.plan for each in runners if each not in self.relaid and isinstance(each.plan, Plan)]
         planned.sort(key=lambda plan: distance(plan, call.shapes))
         found = (self.plan.alike.relaid(step, plan) for plan in planned)
@@ -92,15 +99,14 @@ class FurtherPlans:
             runners.remove(self.relaid.pop(0))
         runners.append(made)
 
-    def follow(self, module: nn.Module) -> None:
-        """Takes over the modes of a parallel module, and the numbers in its attributes."""
-        modules = dict(module.named_modules())
-        for name, own in self.model.named_modules():
-            own.training = modules[name].training
-            now = vars(modules[name])
-            vars(own).update(
-                {key: now[key] for key, old in vars(own).items() if is_plain(old) and is_plain(now.get(key))}
-            )
+
+def follow(own: nn.Module, now: Mapping[str, Any]) -> None:
+    """Gives a module of one device the mode and the other attributes that its parallel twin has now, without weights,
+    submodules and hooks."""
+    vars(own)["training"] = now["training"]
+    for key, value in now.items():
+        if key not in OWN and not key.startswith("_sbpc_") and not isinstance(value, (Tensor, nn.Module)):
+            vars(own)[key] = copy.copy(value) if isinstance(value, dict) else value
 
 
 def like_meta(leaf: Tensor, shape: Sequence[int]) -> Tensor:
@@ -148,8 +154,3 @@ def stages_of(plan: Plan) -> dict[str, list[int]]:
         for name in chunk.parameters:
             found[name] = sorted({*found.get(name, ()), plan.owners[at]})
     return found
-
-
-def is_plain(value: Any) -> bool:
-    """Returns whether a value is a number, a text or None."""
-    return value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, Tensor))

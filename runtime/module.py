@@ -35,7 +35,7 @@ from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.agree import agree
 from sbpc.runtime.state import dtensor_optimizers, wrappers
 from sbpc.runtime.state.deferred_init import Recording, check_agreement, same_start
-from sbpc.runtime.state.dtensors import of_rank_zero, refuse_pickles, sharded, take_state
+from sbpc.runtime.state.dtensors import of_rank_zero, refuse_parts, sharded, take_state
 from sbpc.runtime.state.members import members_of
 from sbpc.runtime.state.whole import RANDOM, RUNNERS, WEIGHTS, skeleton
 from sbpc.runtime.step import Runner
@@ -98,11 +98,12 @@ def parallelize(
                    test = sbpc.plan(model.eval(), test_batch, mesh, train=False, pin=plan.parameters)
                    module = sbpc.parallelize(model.train(), plan, also=[small, test])
 
-               Or "auto": arguments of new shapes, modes (`.eval()`, `torch.no_grad()`) and constants are planned when
-               they come, with the homes and the options of `plan`, on all ranks at once, up to 8 plans in all, or 20 by
-               "auto:20". A step that differs in sizes alone takes the layouts of a plan as they are where they are
-               legal: nothing is searched, it counts as no plan, and the last 16 such are kept. The logger "sbpc" tells
-               of each at INFO. `sbpc.buckets` pads batches to few shapes. The ranks compare their calls each time.
+               Or "auto": new shapes of arguments, modes (`.eval()`, `torch.no_grad()`), constants and values in
+               attributes that the forward reads are planned when they come, with the homes and the options of `plan`,
+               on all ranks at once, up to 8 plans in all, or 20 by "auto:20". A step that differs in sizes alone takes
+               the layouts of a plan as they are where they are legal: nothing is searched, it counts as no plan, and
+               the last 16 such are kept. The logger "sbpc" tells of each at INFO. `sbpc.buckets` pads batches to few
+               shapes. The ranks compare their calls each time.
 
     evaluate   one more such plan, for when `.eval()` is called on the module.
     init       what builds the model on one device, such as its class, for a model on the meta device that is too large
@@ -153,7 +154,7 @@ def parallelize(
         plan, *others = map(unguarded, (plan, *others))
     value = source_of_weights(model, plan, init, weights, where)
     dtensor_optimizers.install()
-    refuse_pickles()
+    refuse_parts()
     wrappers.refuse()
     result = skeleton(model)
     if "forward" in vars(result):  # a library put it on the instance, which stands before the programs in the class

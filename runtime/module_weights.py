@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sbpc._compat import HOOKS, local_of, slots
 from sbpc.errors import PlanError
-from sbpc.graph.guards import Guards
+from sbpc.graph.guards import ChangedValue, Guards
 from sbpc.graph.ports import BUFFER, PARAMETER, Port
 from sbpc.graph.pytree import flatten, plain, unflatten
 from sbpc.mesh.pins import leaves_with_rows
@@ -59,15 +59,16 @@ class Call:
 class ModuleWeights:
     """The places of a parallel module's weights, looked up once: by port, a table of a submodule and the key in it.
 
-    guards: of the plans, by runner. accepted: what `by_port` last found as planned, by runner and whether it trains.
-    modes, in_mode: the last modes of the submodules, and the runners of plans made in them. sums: the gradients that
-    `no_sync` keeps. steps: how many training steps have run.
+    guards: of the plans, by runner; known: those that were there at the last call. accepted: what `by_port` last found
+    as planned, by runner and whether it trains. modes, in_mode: the last modes of the submodules, and the runners of
+    plans made in them. sums: the gradients that `no_sync` keeps. steps: how many training steps have run.
     """
 
     places: dict[Port, tuple[dict[str, Any], str]]
     tied: list[tuple[str, tuple[dict[str, Any], str], Port]]
     submodules: dict[str, nn.Module]
     guards: dict[Runner, Guards] = field(default_factory=dict)
+    known: Sequence[Runner] = ()
     accepted: dict[tuple[Runner, bool], Sequence[Any]] = field(default_factory=dict)
     modes: Sequence[bool] = ()
     in_mode: Sequence[Runner] = ()
@@ -103,7 +104,8 @@ class ModuleWeights:
         has_rows = has_rows if like is None else like.has_rows
         modes = [name for name, module in self.submodules.items() if not module.training]
         sums = {"within no_sync": at_once and self.sums.collects, "keeps gradients": self.sums.unfinished}
-        rows = ranks.of(leaves, has_rows, [structure, modes, at_once, torch.is_grad_enabled(), sums])
+        errors = [str(self.guards_of(each).broken() or "").partition(",")[0] for each in runners]
+        rows = ranks.of(leaves, has_rows, [structure, modes, at_once, torch.is_grad_enabled(), sums, errors])
         return Call(leaves, structure, at_once, rows if own else None, has_rows)
 
     def runner_of(self, runners: Sequence[Runner], call: Call, alone: bool = True) -> Runner:
@@ -115,8 +117,8 @@ class ModuleWeights:
         plan is left, its runner says itself what does not fit.
         """
         modes = [module.training for module in self.submodules.values()]
-        if list(self.guards) != runners:
-            self.guards = {each: self.guards.get(each) or self.guards_of(each) for each in runners}
+        if self.known != runners:
+            self.known, self.guards = [*runners], {each: self.guards_of(each) for each in runners}
             self.accepted = {key: tensors for key, tensors in self.accepted.items() if key[0] in self.guards}
             self.modes = ()
         if modes != self.modes:
@@ -140,11 +142,13 @@ class ModuleWeights:
             if (error := self.guards[runner].broken()) is None:
                 return runner
             errors.append(error)
-        raise errors[0]
+        raise Unplanned(errors[0]) if isinstance(errors[0], ChangedValue) else errors[0]
 
     def guards_of(self, runner: Runner) -> Guards:
         """Returns the guards of a plan on this module."""
-        return Guards(self.submodules[""], runner.plan.options.guards)
+        if runner not in self.guards:
+            self.guards[runner] = Guards(self.submodules[""], runner.plan.options.guards)
+        return self.guards[runner]
 
     def of_modes(self, runners: Sequence[Runner]) -> list[Runner]:
         """Returns the runners of plans made in the modes in which the submodules are now."""

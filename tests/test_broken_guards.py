@@ -33,7 +33,7 @@ def test_a_model_with_other_numbers_than_planned_is_refused_by_simulate() -> Non
         str(caught.value),
         """\
 beta is 1.0, and was 0.0 when the model was planned: what a forward reads besides tensors is constant in its plan
-  Plan anew; or once for each value, with pin=plan.parameters, and give the plans as parallelize(..., also=[...]).
+  Plan anew; or once for each value, with pin=plan.parameters, and give the plans as parallelize(..., also=[...]), which also='auto' does.
   What changes from step to step is a buffer or an argument.""",
     )
 

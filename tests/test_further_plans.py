@@ -33,13 +33,14 @@ class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.norm, self.head = nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 11)
-        self.temperature = 1.0
+        self.temperature, self.powers, self.by_name = 1.0, [1], {"shift": 0.0}
         self.norm.register_forward_hook(doubled)
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = F.gelu(self.norm(self.embed(tokens)))
         if self.training:
             hidden = hidden * 1.5
+        hidden = sum(hidden**each for each in self.powers) + self.by_name["shift"]
         return self.head(hidden) / self.temperature
 
 
@@ -74,6 +75,9 @@ def trained(module: Any, step: Callable[..., Tensor], own: Callable[[Tensor], Te
             found.append(step(module.eval(), *args).item())
     module.temperature = 2.0
     found.append(step(module.train(), *map(own, tokens(5, 6))).item())
+    for temperature, powers, shift in ((1.0, [1], 0.0), (1.0, [1, 2], 0.0), (1.0, [1], 0.5), (1.0, [1], 0.0)):
+        module.temperature, module.powers, module.by_name["shift"] = temperature, powers, shift  # by turns
+        found.append(step(module, *map(own, tokens(8, 6))).item())
     return torch.tensor(found)
 
 
@@ -116,6 +120,10 @@ def on_ranks() -> Any:
     with torch.no_grad():
         found["errors"] = [said(lambda: few.eval()(*tokens(4, 6)))]
     found["errors"].append(said(lambda: few.train().step(*tokens(8, 6 - 2 * rank))))
+    few.temperature = 2.0 + rank
+    found["errors"].append(said(lambda: few.step(*tokens(8, 6))))
+    few.temperature, few.head = 1.0, nn.Linear(8, 11)
+    found["errors"].append(said(lambda: few.step(*tokens(8, 6))))
     return found
 
 
@@ -131,12 +139,17 @@ def test_batches_of_new_shapes_and_modes_are_planned_when_they_come() -> None:
         for name in ("whole", "rows", "loop"):
             torch.testing.assert_close(found[name], want, rtol=1e-10, atol=1e-10)
         assert found["logged"][0] == "plan 2 of at most 9, no grad: (int64[8, 6], int64[8, 6])"
-        made = 3 * 4  # training and evaluation of two shapes, of which one was there, and one more
+        made = 3 * 6  # training and evaluation of two shapes, of which one was there, one more, and two of other values
         assert len(found["logged"]) == made
         assert any(line.startswith("the layouts of a plan serve, train: (int64[") for line in found["logged"])
         full = "the module has 1 of 1 plans, as many as also='auto:1' allows: the module is in another mode"
         assert full in found["errors"][0]
         assert "rank 1 gives other arguments than rank 0" in found["errors"][1]
+        assert (
+            "rank 1 gives other arguments than rank 0" in found["errors"][2]
+            and "temperature is 2.0" in found["errors"][2]
+        )
+        assert found["errors"][3].startswith("head is another module than before")
 
 
 class Deep(nn.Module):

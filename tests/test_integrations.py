@@ -139,31 +139,57 @@ def adapters(folder: str, mesh: Any) -> dict[str, Any]:
     return {"logs": logs(again), "held": held, "weights": dict(saved.state_dict())}
 
 
+def word_tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    known = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{at}": at + 3 for at in range(90)}}
+    words = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
 def tuned(folder: str, mesh: Any) -> dict[str, Any]:
     """SFTTrainer, whose loss reads more than the loss that its model returns; it asks for checkpointing by itself."""
     import trl.trainer.utils
     from datasets import Dataset
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
-    words = Tokenizer(
-        models.WordLevel(
-            {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{at}": at + 3 for at in range(90)}}, unk_token="<unk>"
-        )
-    )
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     texts = [" ".join(f"w{int(at) % 90}" for at in row["input_ids"][:8]) for row in rows(32)]
     args = arguments(
         folder, mesh, SFTConfig, max_steps=3, max_length=12, eval_strategy="steps", eval_steps=3, bf16=False
     )
     data = Dataset.from_dict({"text": texts})
     trainer = SFTTrainer(
-        model=llama(), args=args, train_dataset=data, eval_dataset=data.select(range(6)), processing_class=tokenizer
+        model=llama(),
+        args=args,
+        train_dataset=data,
+        eval_dataset=data.select(range(6)),
+        processing_class=word_tokenizer(),
     )
     if mesh is not None:  # as on GPUs, where TRL takes the positions with labels out
         trl.trainer.utils._use_triton = lambda device: True
+    started(trainer, mesh).train()
+    return {"logs": logs(trainer)}
+
+
+def preferred(folder: str, mesh: Any) -> dict[str, Any]:
+    """DPOTrainer with adapters, which it turns off for the model of reference."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import DPOConfig, DPOTrainer
+
+    ids = [row["input_ids"][:8].tolist() for row in rows(16)]
+    texts = [" ".join(f"w{each % 90}" for each in row) for row in ids]
+    data = {"prompt": texts, "chosen": texts[::-1], "rejected": [*texts[3:], *texts[:3]]}
+    args = arguments(
+        folder, mesh, DPOConfig, max_steps=3, max_length=20, eval_strategy="steps", eval_steps=3, bf16=False
+    )
+    trainer = DPOTrainer(
+        model=llama(), args=args, train_dataset=Dataset.from_dict(data), processing_class=word_tokenizer(),
+        eval_dataset=Dataset.from_dict(data).select(range(6)),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+    )  # fmt: skip
     started(trainer, mesh).train()
     return {"logs": logs(trainer)}
 
@@ -217,7 +243,8 @@ def own_loop(folder: str, mesh: Any) -> dict[str, Any]:
 
 
 def refusals(folder: str, mesh: Any) -> dict[str, Any]:
-    """What is said of what a plan cannot do for a trainer."""
+    """What is said of what a plan cannot do for a trainer, and of a trainer and an Accelerator that take it for one device's."""
+    import accelerate
     from transformers import Trainer
 
     said = []
@@ -228,10 +255,19 @@ def refusals(folder: str, mesh: Any) -> dict[str, Any]:
         with pytest.raises(sbpc.SbpcError) as error:
             sbpc.integrations.hf(trainer, mesh=sbpc.Mesh(data=1))
         said.append(str(error.value))
+    batch = padded(rows(8))
+    parallel = sbpc.parallelize(llama(), sbpc.plan(llama(), (), sbpc.Mesh(data=1), kwargs=batch), also="auto")
+    trainer = Trainer(model=parallel, args=arguments(folder, mesh), train_dataset=rows(8), data_collator=padded)
+    accelerator = accelerate.Accelerator(cpu=True)
+    assert accelerator.prepare(parallel) is parallel
+    for call in (trainer.train, lambda: trainer.evaluate(rows(8)), lambda: accelerator.save_state(f"{folder}/state")):
+        with pytest.raises(sbpc.SbpcError) as error:
+            call()
+        said.append(str(error.value))
     return {"said": said}
 
 
-USUAL, MORE = ["language", "adapters", "tuned"], ["smoothed", "own_loop", "resumed"]
+USUAL, MORE = ["language", "adapters", "tuned"], ["preferred", "smoothed", "own_loop", "resumed"]
 
 
 def done(folder: str, mesh: Any, names: list[str]) -> dict[str, Any]:
@@ -290,5 +326,16 @@ def test_a_trainer_goes_on_on_four_ranks_from_what_one_process_saved(alone: Any)
 
 def test_what_a_plan_cannot_do_for_a_trainer_is_said_before_it_plans(alone: Any) -> None:
     starts = ["neftune_noise_alpha", "auto_find_batch_size", "torch_compile"]
-    for start, said in zip(starts, alone[1]["refusals"]["said"], strict=True):
-        assert said.startswith(f"TrainingArguments({start}=...)") and "\n  " in said
+    said = alone[1]["refusals"]["said"]
+    for start, each in zip(starts, said):
+        assert each.startswith(f"TrainingArguments({start}=...)") and "\n  " in each
+    train, evaluate, state = said[len(starts) :]
+    assert (
+        train
+        == evaluate
+        == (
+            "a transformers.Trainer has a model that sbpc.parallelize made\n"
+            "  Give the Trainer the one-device model, then call sbpc.integrations.hf(trainer, mesh=...), which plans it."
+        )
+    )
+    assert "as safetensors and Accelerator.save_state do" in state and "sbpc.Checkpoints" in state

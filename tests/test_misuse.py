@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -21,7 +22,7 @@ from torch.nn.utils import parametrizations
 
 import sbpc
 from sbpc import Mesh
-from sbpc.errors import PlanError, SbpcError
+from sbpc.errors import CheckpointError, PlanError, SbpcError
 from sbpc.runtime.executors import executor_of
 from sbpc.runtime.start import process_groups
 from tests.processes import run_ranks
@@ -59,8 +60,8 @@ def planned(kind: type[nn.Module], asks: bool) -> sbpc.Plan:
 
 
 def error(function: Callable[[], Any]) -> str:
-    """The message of the PlanError that a function raises."""
-    with pytest.raises(PlanError) as caught:
+    """The message of the error that a function raises."""
+    with pytest.raises((PlanError, CheckpointError)) as caught:
         function()
     return str(caught.value)
 
@@ -215,7 +216,8 @@ def pickles() -> list[str]:
     grad = module.get_parameter("up.weight").grad
     (of_stage,) = saved(staged.state_dict())
     said = saved(module.state_dict(), optimizer.state_dict(), grad, module.down.bias, whole)
-    return [*said, of_stage.partition("(")[0]]
+    by_safetensors = error(lambda: safetensors.torch.save(module.state_dict()))
+    return [*said, of_stage.partition("(")[0], by_safetensors]
 
 
 def kept_elsewhere() -> float:
@@ -268,7 +270,16 @@ ONE_STAGE = (
 PART = "CheckpointError: this rank's part (4, 6) of a tensor (8, 6) is pickled, as torch.save does"
 REFUSED: dict[str, Any] = {
     "total norms": [ONE_STAGE] * 5,
-    "pickles": [PART, PART, PART, "saved", "saved", "CheckpointError: this rank's part "],
+    "pickles": [
+        *[PART] * 3,
+        "saved",
+        "saved",
+        "CheckpointError: this rank's part ",
+        "this rank's part (4, 6) of a tensor (8, 6) is asked for its storage, as safetensors and Accelerator.save_state do: the file "
+        "would lack what other ranks hold\n"
+        "  Have all ranks call sbpc.full_state_dict(module), and save what it returns on rank 0; to train on from it on any mesh, "
+        "save by sbpc.Checkpoints.",
+    ],
     "penalty": TWICE,
     **{name: WRITTEN for name in CASES if name.startswith("written by")},
     "elsewhere": [

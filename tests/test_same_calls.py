@@ -201,6 +201,24 @@ def test_ranks_that_part_later_or_make_other_calls_end_with_an_error() -> None:
     )
 
 
+def ending(plan: sbpc.Plan) -> str:
+    """On a rank: what is said where the second one has one batch less, and ends."""
+    module = sbpc.parallelize(Net(), plan)
+    text = said(lambda: [module(*ARGS) for _ in range(FIRST + 2 - dist.get_rank())])
+    if dist.get_rank():
+        sbpc.stop()
+    return text
+
+
+def test_a_rank_that_ends_with_fewer_batches_is_said_to_have_ended() -> None:
+    plan = sbpc.plan(Net(), ARGS, Mesh(a=2), pin={"up.weight": "S(0)", "down.weight": "S(1)"})
+    text, nothing = run_ranks(ending, 2, plan)
+    assert nothing == "nothing" and text.startswith(
+        "LostRankError: rank 1 does not answer any more; its last sign of life came from the end of its script\n"
+    )
+    assert "If it had fewer batches, give every rank as many" in text
+
+
 def losing(plan: Any, lost: int, how: signal.Signals, port: int) -> Any:
     """On a rank: what is said, by which ranks, and after how many seconds, once one is gone or stands still before its third step.
 

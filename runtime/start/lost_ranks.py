@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +25,11 @@ SHOWN = 8  # ranks at most that a message names
 WAITED = "waited for another rank as long as --timeout, or sbpc.start(timeout=), allows"
 AGAIN = "  See what it says, and start all ranks again from the last checkpoint: the others cannot go on alone."
 TOGETHER = "  Have every rank make the same calls of the same modules, or allow more seconds."
+ENDED = "the end of its script"
+FEWER = (
+    "  If it had fewer batches, give every rank as many: even_batches=True of accelerate, drop_last=True, or batches "
+    "without rows."
+)
 GLOO = "/gloo/", "pair closure"  # in the texts of errors of gloo that torch gives no class of their own
 LOST = "sbpc/lost"  # the key under which a rank writes those that it has found to be lost
 
@@ -59,9 +65,13 @@ class Life:
                 self.sign()
 
     def end(self) -> None:
-        """Ends the signs of life."""
+        """Ends the signs of life. The last one says so, unless an error ends the script."""
         self.over.set()
         self.thread.join(2 * BEAT)
+        if not hasattr(sys, "last_value"):
+            self.doing = ENDED
+            with contextlib.suppress(RuntimeError):
+                self.sign()
 
     def seen(self) -> list[str]:
         """Returns the last sign of every rank, empty of one that has not given any."""
@@ -153,7 +163,8 @@ def explained(life: Life, error: RuntimeError) -> LostRankError:
             f"rank {rank} does not answer any more; its last sign of life came from {text}"
             for rank, text in life.lost.items()
         ]
-        return LostRankError("\n".join([*last[:SHOWN], here, AGAIN]), list(life.lost))
+        fewer = [FEWER] if ENDED in life.lost.values() else []
+        return LostRankError("\n".join([*last[:SHOWN], here, *fewer, AGAIN]), list(life.lost))
     if not found:
         keeper = [0] if life.kept_by_rank and life.rank else []
         who = "rank 0, which keeps the store of the job, does" if keeper else "the store of the job and other ranks do"

@@ -58,11 +58,12 @@ def placements(layout: Layout, sizes: Sequence[int]) -> list[Placement]:
     return placed
 
 
-def refuse_pickles() -> None:
-    """Refuses to pickle part of a tensor, as torch.save on one rank would without a word; to other processes of a
-    rank it may go."""
+def refuse_parts() -> None:
+    """Refuses to write part of a tensor to a file, as torch.save on one rank would without a word; to other processes
+    of a rank it may go. safetensors, and accelerate with it, ask for a storage before they write."""
     copyreg.pickle(DTensor, pickled)  # type: ignore[arg-type]
     ForkingPickler.register(DTensor, reduced)
+    DTensor.storage = storage  # type: ignore[method-assign]
 
 
 def is_planned(tensor: object) -> bool:
@@ -73,16 +74,28 @@ def is_planned(tensor: object) -> bool:
 def pickled(tensor: DTensor) -> Any:
     """Returns how a DTensor is pickled. Raises CheckpointError for one on a plan's mesh of which this rank holds a
     part."""
-    mesh, local = tensor.device_mesh, tuple(local_of(tensor).shape)
+    mesh = tensor.device_mesh
     split = any(size > 1 and not state.is_replicate() for size, state in zip(mesh.shape, tensor.placements))
     if is_planned(tensor) and (split or process_groups.is_part(mesh)):
-        raise CheckpointError(
-            f"this rank's part {local} of a tensor {tuple(tensor.shape)} is pickled, as torch.save does with a "
-            "state_dict: the file would lack what other ranks hold\n"
-            "  Have all ranks call sbpc.full_state_dict(module), and save what it returns on rank 0; to train on from "
-            "it on any mesh, save by sbpc.Checkpoints."
-        )
+        raise only_a_part(tensor, "is pickled, as torch.save does with a state_dict")
     return reduced(tensor)
+
+
+def storage(tensor: DTensor) -> Any:
+    """Returns the storage of a DTensor. Raises CheckpointError for one on a plan's mesh."""
+    if is_planned(tensor):
+        raise only_a_part(tensor, "is asked for its storage, as safetensors and Accelerator.save_state do")
+    return Tensor.storage(tensor)
+
+
+def only_a_part(tensor: DTensor, what: str) -> CheckpointError:
+    """Returns the error about a file that would have this rank's part alone."""
+    return CheckpointError(
+        f"this rank's part {tuple(local_of(tensor).shape)} of a tensor {tuple(tensor.shape)} {what}: the file would "
+        "lack what other ranks hold\n"
+        "  Have all ranks call sbpc.full_state_dict(module), and save what it returns on rank 0; to train on from "
+        "it on any mesh, save by sbpc.Checkpoints."
+    )
 
 
 def reduced(tensor: DTensor) -> Any:

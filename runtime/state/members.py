@@ -19,6 +19,7 @@ from sbpc.errors import PlanError
 from sbpc.graph.guards import FORWARD
 from sbpc.runtime.start.lost_ranks import watched
 from sbpc.runtime.state.whole import RANDOM, WEIGHTS, save_pretrained
+from sbpc.runtime.state.wrappers import TRAINER
 
 CLIP = """Scales the gradients so that their norm is at most `max_norm`, and returns the norm that they had, 0-dim.
 
@@ -68,7 +69,7 @@ def members_of(
         "forward": running,
         "step": torch.compiler.disable(step, reason="sbpc has compiled it"),
         "_get_name": lambda self: cls.__name__,  # by which libraries choose losses
-        "_is_accelerate_prepared": True,  # an Accelerator takes it as it is
+        "_is_accelerate_prepared": property(is_prepared, lambda self, value: None),  # which prepare sets on all
         "clip_grad_norm_": clip_grad_norm_,
         "random_state": lambda self: dict(self.__dict__[RANDOM]),
         "set_random_state": set_random_state,
@@ -77,6 +78,17 @@ def members_of(
         "__module__": cls.__module__,
         "__doc__": cls.__doc__,
     }
+
+
+def is_prepared(self: nn.Module) -> bool:
+    """Whether an Accelerator takes a parallel module as it is: so it does. Raises PlanError if it asks for a Trainer,
+    which takes the ranks for replicas: it multiplies losses by their number, and writes parts of weights."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "transformers.trainer":
+            raise PlanError(f"a transformers.Trainer has a model that sbpc.parallelize made\n  {TRAINER}")
+        frame = frame.f_back
+    return True
 
 
 def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:

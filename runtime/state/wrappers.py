@@ -12,9 +12,10 @@ from sbpc._compat import fsdp_param
 from sbpc.errors import PlanError
 from sbpc.runtime.state.dtensors import is_planned
 
+TRAINER = "Give the Trainer the one-device model, then call sbpc.integrations.hf(trainer, mesh=...), which plans it."
 TODO = (
     "Leave it out: the plan is the parallelism, and the module sends what must be sent. Lightning and Fabric: "
-    'strategy=ModelParallelStrategy(...) in place of "ddp" or "fsdp".'
+    f'strategy=ModelParallelStrategy(...) in place of "ddp" or "fsdp". transformers: {TRAINER}'
 )
 
 

@@ -45,6 +45,10 @@ ABSENT, OTHER = "not there", object()
 FORWARD = "_sbpc_forward"  # where a parallel module keeps the forward that was put on the instance and planned
 
 
+class ChangedValue(PlanError):
+    """A value that a plan takes for granted is another one: the model may be planned with it, too."""
+
+
 class Planned(dict[str, list[str]]):
     """Guards as a process has them that made the plan. roots: what their paths begin with besides the module, by
     name."""
@@ -281,13 +285,13 @@ def step(owner: Any, name: str) -> Any:
     return owner[int(name)] if isinstance(owner, LISTS) else getattr(owner, name)
 
 
-def other_value(path: str, now: str, planned: str) -> PlanError:
+def other_value(path: str, now: str, planned: str) -> ChangedValue:
     """The error about a value at a path."""
-    return PlanError(
+    return ChangedValue(
         f"{path} is {now}, and was {planned} when the model was planned: what a forward reads besides tensors is "
         "constant in its plan\n"
         "  Plan anew; or once for each value, with pin=plan.parameters, and give the plans as parallelize(..., "
-        "also=[...]).\n"
+        "also=[...]), which also='auto' does.\n"
         "  What changes from step to step is a buffer or an argument."
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from sbpc._compat import slots
+from sbpc.runtime.further_plans import follow
 
 
 class Faces:
@@ -41,13 +42,14 @@ class Faces:
 
     @contextlib.contextmanager
     def one_device(self) -> Iterator[nn.Module]:
-        """Shows the model as it is on one device while this lasts, in the modes that the parallel one has."""
-        modes = [each.training for each in self.model.modules()]
+        """Shows the model as it is on one device while this lasts, with the modes and values that the parallel one
+        has."""
+        held = [vars(each) for each in self.model.modules()]
         now = type(self.model), self.model.__dict__
         self.turn(*self.alone)
         try:
-            for each, training in zip(self.model.modules(), modes):
-                each.training = training
+            for each, attributes in zip(self.model.modules(), held):
+                follow(each, attributes)
             yield self.model
         finally:
             self.turn(*now)

@@ -66,8 +66,8 @@ def hf(trainer: Any, mesh: Mesh, *, data: str = "data", also: str = "auto", **op
     The model becomes parallel in its place: your variable, too. A step's batch has `per_device_train_batch_size` rows
     for each place on the axis `data`, the next rows of one order, and loss, gradients, `num_items_in_batch`, metrics
     and what is logged are those of one process with a batch of that size, the last smaller batch included: all ranks
-    load the whole batch, and `trainer.args`, now a copy of yours, counts its rows. Shapes and modes that were not
-    planned are planned when they come, in the same homes. Adapters cannot be turned off for a call.
+    load the whole batch, and `trainer.args`, now a copy of yours, counts its rows. Shapes, modes and values that were
+    not planned are planned when they come, in the same homes: adapters may be turned off for a call, as DPO does.
 
     data       the axis that counts for the size of the batch. The plan uses every axis as it is fastest.
     also       how many plans there may be, as `sbpc.parallelize` takes it, where batches are padded to many lengths.
@@ -97,6 +97,7 @@ def hf(trainer: Any, mesh: Mesh, *, data: str = "data", also: str = "auto", **op
     plan.alike = OfOneDevice(**vars(plan.alike), faces=faces)
     before = dict(trainer.model.named_parameters())
     faces.show(parallelize(trainer.model, plan, also=also, device=trainer.args.device.type))
+    type(trainer.model)._is_accelerate_prepared = True  # to this trainer, too
     if trainer.optimizer is not None:
         take_parameters(trainer.optimizer, before, trainer.model)
     trainer.accelerator.clip_grad_norm_ = clipping(trainer)
