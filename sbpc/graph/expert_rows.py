@@ -10,7 +10,6 @@ ranks end, and the other one in equal chunks. What a rank holds of the index is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,28 +47,24 @@ def row_counts(counts: Tensor, most: int) -> list[int]:
     return [most // len(counts) + (at < most % len(counts)) for at in range(len(counts))]
 
 
-class Owners(NamedTuple):
-    """Where the numbers of each rank end; the numbers of the index, from 0 on; by place the rank that holds it, and
-    that which holds the row whose number stands there."""
-
-    ends: Tensor
-    number: Tensor
-    of_place: Tensor
-    of_number: Tensor
-
-
-def owners(
-    index: Tensor, ends: Tensor, groups: Sequence[int], chunks: Sequence[int], by_place: bool, size: int
-) -> Owners:
-    """Who holds what. Rows behind the last group are the last rank's."""
-    cut, count = torch.tensor([groups, chunks], device=index.device), len(index)
+def bounds(
+    ends: Tensor, groups: Sequence[int], chunks: Sequence[int], by_place: bool, count: int, size: int
+) -> tuple[Tensor, Tensor]:
+    """Where the places of each rank end, of so many, and its rows. Those behind the last group are the last rank's."""
+    cut = torch.tensor([groups, chunks], device=ends.device)
     shared = torch.nn.functional.pad(ends.to(torch.int64), (1, 0))[cut[0]]
     shared[-1] = count if by_place else size
-    places, numbers = (shared, cut[1]) if by_place else (cut[1], shared)
-    index = torch.where(index < 0, index + size, index)
-    at = torch.arange(count, device=index.device)
-    of_place, of_number = (torch.bucketize(x, cuts, right=True) for x, cuts in ((at, places), (index, numbers)))
-    return Owners(numbers, index, of_place, of_number)
+    return (shared, cut[1]) if by_place else (cut[1], shared)
+
+
+def span(ends: Tensor, rank: Tensor) -> list[int]:
+    """The first of what a rank has, and the one behind its last."""
+    return torch.cat([torch.nn.functional.pad(ends, (1, 0))[rank], ends[rank]]).tolist()
+
+
+def from_front(index: Tensor, size: int) -> Tensor:
+    """The numbers, each counted from the front."""
+    return torch.where(index < 0, index + size, index)
 
 
 def rows_by_place(
@@ -90,8 +85,9 @@ def rows_by_place(
     """
     if index.is_meta:
         return index.new_empty(most), index.new_empty(most), index.new_empty(len(groups))
-    held = owners(index, ends, groups, chunks, by_place, size)
-    peers = held.of_number[held.of_place == rank]
+    places, numbers = bounds(ends, groups, chunks, by_place, len(index), size)
+    first, last = span(places, rank)
+    peers = torch.bucketize(from_front(index[first:last], size), numbers, right=True)
     order = torch.argsort(peers, stable=True)
     return order, torch.argsort(order), torch.bincount(peers, minlength=len(groups))
 
@@ -114,11 +110,13 @@ def rows_by_number(
     """
     if index.is_meta:
         return index.new_empty(most), index.new_empty(len(groups)), index.new_empty(held, dtype=torch.bool)
-    found = owners(index, ends, groups, chunks, by_place, size)
-    first, last = torch.nn.functional.pad(found.ends, (1, 0))[rank], found.ends[rank]
-    ours = found.of_number == rank
-    marks = torch.empty(int(last - first), dtype=torch.bool, device=index.device)
-    return found.number[ours] - first, torch.bincount(found.of_place[ours], minlength=len(groups)), marks
+    places, numbers = bounds(ends, groups, chunks, by_place, len(index), size)
+    first, last = span(numbers, rank)
+    rows = from_front(index, size)
+    (ours,) = torch.where((rows >= first) & (rows < last))
+    holders = torch.bucketize(ours, places, right=True)
+    marks = torch.empty(last - first, dtype=torch.bool, device=index.device)
+    return rows[ours] - first, torch.bincount(holders, minlength=len(groups)), marks
 
 
 for function in (add_rows, gather_rows, row_counts, rows_by_number, rows_by_place, scatter_rows):
@@ -127,4 +125,5 @@ for function in (gather_rows, scatter_rows):
     torch.library.register_fake(f"sbpc::{function.__name__}", function, lib=LIBRARY)
 GATHER, SCATTER = torch.ops.sbpc.gather_rows.default, torch.ops.sbpc.scatter_rows.default
 COUNTS = torch.ops.sbpc.row_counts.default
+SCANS = 10  # times that each rank reads the whole index, or writes as much, to tell which rows it sends to whom
 MESSAGE = {GATHER: 3, SCATTER: 0}  # which of the operands and the result is sent where rows are shared out
