@@ -4,33 +4,41 @@ take rows there and back, and those by which each rank tells which rows it sends
 `gather_rows` is x[index] and `scatter_rows` adds values[i] to row index[i] of zeros; both know besides that rows stand
 in groups that end at `ends`. by_place: the places of the index do (what is gathered, or what is added), else the
 rows of which it holds the numbers do. Of both sides one, whose rows stand in groups, is cut where the groups of the
-ranks end, and the other one in equal chunks. What a rank holds of the index is all of it.
+ranks end, and the other one in equal chunks. What a rank holds of the index is all of it. copies: how often a number
+stands in the index at most, where that is known.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from sbpc.errors import RoutingError
 from sbpc.graph.random_bits import LIBRARY
 
-LIBRARY.define("gather_rows(Tensor x, Tensor index, Tensor ends, bool by_place) -> Tensor")
-LIBRARY.define("scatter_rows(Tensor values, Tensor index, Tensor ends, int size, bool by_place) -> Tensor")
+MOVED = "bool by_place, int? copies=None"
+LIBRARY.define(f"gather_rows(Tensor x, Tensor index, Tensor ends, {MOVED}) -> Tensor")
+LIBRARY.define(f"scatter_rows(Tensor values, Tensor index, Tensor ends, int size, {MOVED}) -> Tensor")
 LIBRARY.define("add_rows(Tensor values, Tensor rows, Tensor held) -> Tensor")
 LIBRARY.define("row_counts(Tensor counts, int most) -> int[]")
+LIBRARY.define("rows_within(Tensor ends, int[] groups, int size, int most, str where) -> Tensor")
 ABOUT = "Tensor index, Tensor ends, Tensor rank, int[] groups, int[] chunks, bool by_place, int size, int most"
 LIBRARY.define(f"rows_by_place({ABOUT}) -> (Tensor, Tensor, Tensor)")
 LIBRARY.define(f"rows_by_number({ABOUT}, int held) -> (Tensor, Tensor, Tensor)")
 
 
-def gather_rows(x: Tensor, index: Tensor, ends: Tensor, by_place: bool) -> Tensor:
+def gather_rows(x: Tensor, index: Tensor, ends: Tensor, by_place: bool, copies: int | None = None) -> Tensor:
     """The rows of x with these numbers."""
     return x[index]
 
 
-def scatter_rows(values: Tensor, index: Tensor, ends: Tensor, size: int, by_place: bool) -> Tensor:
+def scatter_rows(
+    values: Tensor, index: Tensor, ends: Tensor, size: int, by_place: bool, copies: int | None = None
+) -> Tensor:
     """So many rows, each the sum of the values whose index is its number."""
     return values.new_zeros([size, *values.shape[1:]]).index_put_((index,), values, accumulate=True)
 
@@ -38,6 +46,26 @@ def scatter_rows(values: Tensor, index: Tensor, ends: Tensor, size: int, by_plac
 def add_rows(values: Tensor, rows: Tensor, held: Tensor) -> Tensor:
     """As many rows as `held` has elements, each the sum of the values for it."""
     return values.new_zeros([len(held), *values.shape[1:]]).index_add_(0, rows, values)
+
+
+def rows_within(ends: Tensor, groups: Sequence[int], size: int, most: int, where: str) -> Tensor:
+    """Where groups end, if each rank has at most so many rows of them. Raises RoutingError on every rank else, as all
+    know all counts. groups: so many are those of the ranks up to each. size: the number of rows. where: who has them.
+    """
+    if ends.is_meta:
+        return torch.empty_like(ends)
+    last = torch.nn.functional.pad(ends, (1, 0))[torch.tensor(groups[:-1], device=ends.device)].tolist()
+    counts = [end - start for start, end in itertools.pairwise([0, *last, size])]
+    if max(counts) > most:
+        rank, times = counts.index(max(counts)), max(counts) * len(groups) / size
+        what = f"rank {rank} of {len(groups)} gets {max(counts):,} of {size:,} rows of experts in {where}, and {most:,}"
+        shown = ", ".join(map(str, counts[:SHOWN])) + (", ..." if len(counts) > SHOWN else "")
+        todo = (
+            f"It needs capacity={math.ceil(100 * times) / 100:g}. Plan with that, or without capacity=, which fits any "
+            'routing; or overflow="drop" leaves out what is too much for an expert.'
+        )
+        raise RoutingError(f"{what} are what capacity= allows\n  Rows by rank: {shown}.\n  {todo}")
+    return ends.clone()
 
 
 def row_counts(counts: Tensor, most: int) -> list[int]:
@@ -119,11 +147,12 @@ def rows_by_number(
     return rows[ours] - first, torch.bincount(holders, minlength=len(groups)), marks
 
 
-for function in (add_rows, gather_rows, row_counts, rows_by_number, rows_by_place, scatter_rows):
+for function in (add_rows, gather_rows, row_counts, rows_by_number, rows_by_place, rows_within, scatter_rows):
     LIBRARY.impl(function.__name__, function, "CompositeExplicitAutograd")
 for function in (gather_rows, scatter_rows):
     torch.library.register_fake(f"sbpc::{function.__name__}", function, lib=LIBRARY)
 GATHER, SCATTER = torch.ops.sbpc.gather_rows.default, torch.ops.sbpc.scatter_rows.default
 COUNTS = torch.ops.sbpc.row_counts.default
+SHOWN = 64  # counts of a message
 SCANS = 10  # times that each rank reads the whole index, or writes as much, to tell which rows it sends to whom
 MESSAGE = {GATHER: 3, SCATTER: 0}  # which of the operands and the result is sent where rows are shared out
