@@ -66,24 +66,40 @@ def test_every_row_beyond_the_capacity_is_an_error_that_tells_the_counts() -> No
     assert str(plan.diff(planned(Mesh(a=3))[1])).count("capacity")
 
 
-def stopped(path: str) -> str:
-    """What this rank says of a step whose routing the plan has no memory for."""
+def steps(path: str) -> tuple[dict[str, float], str]:
+    """What is measured of the routing of two steps on this rank, and what it says of one that the plan has no memory
+    for."""
+    from sbpc.runtime.step_trace import recorded
+
     torch.manual_seed(0)
     model = sbpc.parallelize(Routed().double(), sbpc.load(path))
-    model(*batch("as it comes"))  # nothing is wrong with it
+    with recorded(model) as recorder:
+        for routing in ("as it comes", "one idle"):
+            model.step(*batch(routing))
     try:
-        model(*batch("the last ones idle"))
+        model.step(*batch("the last ones idle"))
     except RoutingError as error:
-        return str(error)
-    return "nothing"
+        return recorder.busiest(), str(error)
+    return recorder.busiest(), "nothing"
 
 
-def test_every_rank_stops_and_none_waits(tmp_path: Path) -> None:
-    _, plan = planned(Mesh(a=2, b=2), capacity=2)
+def test_what_was_routed_is_measured_and_every_rank_stops_beyond_the_capacity(tmp_path: Path) -> None:
+    model, plan = planned(Mesh(a=2, b=2), capacity=3)
     plan.save(tmp_path / "routed.sbpc")
     assert sbpc.load(tmp_path / "routed.sbpc").cost.memory == plan.cost.memory
-    found = run_ranks(stopped, 4, str(tmp_path / "routed.sbpc"))
-    assert len(set(map(str, found))) == 1 and "Rows by rank: 96, 0, 0, 0" in str(found[0]), found
+    found = run_ranks(steps, 4, str(tmp_path / "routed.sbpc"))
+    assert len(set(map(str, found))) == 1 and "Rows by rank: 96, 0, 0, 0" in found[0][1], found
+    shares = [busiest(model, routing) for routing in ("as it comes", "one idle")]
+    of_all, most = found[0][0].pop(""), found[0][0]
+    assert of_all == pytest.approx(sum(shares) / 2) and [*most.values()] == [pytest.approx(max(shares))] * len(most)
+
+
+def busiest(model: Routed, routing: str) -> float:
+    """The rows of the rank that has most, of four, as a multiple of the mean: the first has two experts."""
+    x, favour = batch(routing)
+    rows = (x + torch.nn.functional.gelu(model.first(x))).flatten(0, 1)
+    ids = (torch.softmax(model.router(rows) + favour, -1)).topk(model.chosen)[1]
+    return 4 * float(torch.bincount((ids.flatten() - 1).clamp(min=0), minlength=4).max() / ids.numel())
 
 
 def test_prices_follow_the_rows_that_are_expected() -> None:

@@ -54,8 +54,7 @@ def rows_within(ends: Tensor, groups: Sequence[int], size: int, most: int, where
     """
     if ends.is_meta:
         return torch.empty_like(ends)
-    last = torch.nn.functional.pad(ends, (1, 0))[torch.tensor(groups[:-1], device=ends.device)].tolist()
-    counts = [end - start for start, end in itertools.pairwise([0, *last, size])]
+    counts = rows_by_rank(ends, groups, size)
     if max(counts) > most:
         rank, times = counts.index(max(counts)), max(counts) * len(groups) / size
         what = f"rank {rank} of {len(groups)} gets {max(counts):,} of {size:,} rows of experts in {where}, and {most:,}"
@@ -66,6 +65,12 @@ def rows_within(ends: Tensor, groups: Sequence[int], size: int, most: int, where
         )
         raise RoutingError(f"{what} are what capacity= allows\n  Rows by rank: {shown}.\n  {todo}")
     return ends.clone()
+
+
+def rows_by_rank(ends: Tensor, groups: Sequence[int], size: int) -> list[int]:
+    """How many of so many rows each rank has. ends, groups: see `rows_within`."""
+    last = torch.nn.functional.pad(ends, (1, 0))[torch.tensor(groups[:-1], device=ends.device)].tolist()
+    return [end - start for start, end in itertools.pairwise([0, *last, size])]
 
 
 def row_counts(counts: Tensor, most: int) -> list[int]:
@@ -152,7 +157,7 @@ for function in (add_rows, gather_rows, row_counts, rows_by_number, rows_by_plac
 for function in (gather_rows, scatter_rows):
     torch.library.register_fake(f"sbpc::{function.__name__}", function, lib=LIBRARY)
 GATHER, SCATTER = torch.ops.sbpc.gather_rows.default, torch.ops.sbpc.scatter_rows.default
-COUNTS = torch.ops.sbpc.row_counts.default
+COUNTS, PLACES = torch.ops.sbpc.row_counts.default, torch.ops.sbpc.rows_by_place.default
 SHOWN = 64  # counts of a message
 SCANS = 10  # times that each rank reads the whole index, or writes as much, to tell which rows it sends to whom
 MESSAGE = {GATHER: 3, SCATTER: 0}  # which of the operands and the result is sent where rows are shared out
