@@ -126,18 +126,19 @@ class Localizer(Copies):
         args, kwargs = map_arg((node.args, dict(node.kwargs)), read)
         shifted = {factor: axes for factor, axes in choice.cuts().items() if factor in match.shifts}
         offsets = {factor: self.offset(match.sizes[factor], axes) for factor, axes in shifted.items()}
-        made = match.localize(self.call, args, kwargs, local, offsets, self.sharing(choice.sharing))
+        made = match.localize(self.call, args, kwargs, local, offsets, self.sharing(choice.sharing, node))
         return self.described(made, node) if isinstance(made, Node) else tuple(made)
 
-    def sharing(self, axes: tuple[int, ...]) -> Sharing | None:
-        """Returns the ranks that share out rows over some axes."""
+    def sharing(self, axes: tuple[int, ...], node: Node) -> Sharing | None:
+        """Returns the ranks that share out rows of a call over some axes."""
         if not axes:
             return None
         sizes, rank = tuple(self.mesh.sizes[axis] for axis in axes), self.positions[axes[0]]
         for axis in axes[1:]:
             rank = self.call(aten.mul.Scalar, rank, self.mesh.sizes[axis])
             rank = self.call(aten.add.Tensor, rank, self.positions[axis])
-        return Sharing(sizes, rank, self.mesh.group_name(axes))
+        where = str(node.meta.get("module") or node.name)
+        return Sharing(sizes, rank, self.mesh.group_name(axes), self.mesh.routing.most, where)
 
     def replicated(self, node: Node) -> Node:
         """Writes an op without a rule. It may read strides."""

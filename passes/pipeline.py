@@ -319,7 +319,7 @@ def objective_mesh(mesh: Mesh, objective: str) -> Mesh:
         intra_bandwidth=1.0,
         inter_bandwidth=1.0,
     )
-    return Mesh(cluster=links, **dict(zip(mesh.axes, mesh.sizes)))
+    return mesh.like(links)
 
 
 @uncollected()

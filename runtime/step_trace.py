@@ -109,6 +109,15 @@ class StepRecorder:
         """Returns the seconds of a step."""
         return self.clock.seconds(step.start, step.end)
 
+    def busiest(self) -> dict[str, float]:
+        """Returns by module the rows of experts of the rank that has most, as a multiple of the mean: the largest of
+        all steps, and under "" the mean of all modules and steps; nothing where no rows are shared out."""
+        every = [each for step in self.steps for _, run in step.runs for each in run.busiest().items()]
+        found: dict[str, float] = {"": sum(times for _, times in every) / len(every)} if every else {}
+        for module, times in every:
+            found[module] = max(times, found.get(module, 0.0))
+        return found
+
     def events(self) -> list[Event]:
         """Returns what happened in the step of median length, in seconds since it began, in the order of the starts.
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from sbpc.graph.expert_rows import PLACES, rows_by_rank
 from sbpc.plans.timeline import COMPUTE, Event
 from sbpc.runtime.executors import code
 from sbpc.runtime.prepared import wait
@@ -55,12 +56,19 @@ class Run:
     """The moments of one run, as its clock has them.
 
     stamps: before the first part, then after each. done: by the name of a collective, when its work was done. queue:
-    by its name, in what it stands behind others.
+    by its name, in what it stands behind others. routed: by module what tells how many rows of experts each rank has,
+    see `rows_by_rank`.
     """
 
     stamps: list[Any] = field(default_factory=list)
     done: dict[str, Any] = field(default_factory=dict)
     queue: dict[str, Any] = field(default_factory=dict)
+    routed: dict[str, tuple[Tensor, Sequence[int], int]] = field(default_factory=dict)
+
+    def busiest(self) -> dict[str, float]:
+        """Returns by module the rows of the rank that has most, as a multiple of the mean."""
+        counts = {module: rows_by_rank(*each) for module, each in self.routed.items()}
+        return {module: max(each) * len(each) / sum(each) for module, each in counts.items()}
 
 
 class HostClock:
@@ -271,9 +279,16 @@ def stamped(program: GraphModule, parts: Sequence[Part], clock: Clock) -> GraphM
     def wait_for(name: str, x: Tensor) -> Tensor:
         return clock.wait(name, x)
 
+    def places(module: str, index: Tensor, ends: Tensor, rank: Tensor, groups: Sequence[int], *args: Any) -> Any:
+        clock.run.routed[module] = ends, groups, len(index)
+        return PLACES(index, ends, rank, groups, *args)
+
     graph, ops = Graph(), dict[str, Any]()
     copies: dict[Node, Node] = {}
     results: Any = graph.graph_copy(program.graph, copies)
+    for node, copy in copies.items():
+        if node.target is PLACES and node.args[5]:
+            copy.target, copy.args = places, (place_of(node)[0] or node.name, *copy.args)
     for part in parts:
         node = copies[part.node]
         with graph.inserting_before(node):

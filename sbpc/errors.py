@@ -87,6 +87,10 @@ class LoopError(PlanError):
     loss."""
 
 
+class RoutingError(SbpcError):
+    """Experts are chosen so that a rank gets more of their rows than its plan has memory for."""
+
+
 class RuleError(SbpcError):
     """A rule string is malformed, or does not fit the op it is given for."""
 

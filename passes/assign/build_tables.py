@@ -41,8 +41,9 @@ def tabulate(
         table = table.subset(np.array([table.choice(at).shares_alone for at in range(len(table))], dtype=bool))
     if not free:
         points = float(np.prod(tensors[len(table.ins)][1]))
-        masks = cut_masks(factors, table.digits, [signature.ragged for signature in candidates.signatures])
-        seconds = call_seconds(match, masks, tensors, table.ports, points, mesh)
+        masks = cut_masks(factors, table.digits)
+        rows = cut_masks([signature.ragged for signature in candidates.signatures], table.digits)
+        seconds = call_seconds(match, masks, tensors, table.ports, points, mesh, rows)
         seconds = seconds + dispatch_seconds(match, table.sharing, tensors, table.ports, mesh)
         two_phase = table.two_phase
         if two_phase.any():

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from sbpc.graph.expert_rows import MESSAGE
+from sbpc.boxing.steps import kernel_seconds
+from sbpc.graph.expert_rows import MESSAGE, SCANS
 from sbpc.mesh.collectives import DISPATCH
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.layout_codes import decode, elements, joined, sorted_axes, state_code
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish
+from sbpc.mesh.routing import stretched
 from sbpc.mesh.states import State
 from sbpc.rules import Match
 from sbpc.rules.choices import Candidates, Choice, may_cut
@@ -110,11 +113,10 @@ def codes_of(states: Sequence[State], digits: Array, bits: Array) -> Array:
     return joined(np.array([state_code(state) for state in states])[digits], bits)
 
 
-def cut_masks(factors: Sequence[str | None], digits: Array, shared: Sequence[str | None] = ()) -> dict[str, Array]:
-    """Returns, by factor and label, the axes that cut it, as bits. factors: by digit the factor that it cuts; shared:
-    likewise the one whose rows it shares out, where that counts."""
-    bit, both = np.arange(digits.shape[1]), [pair for pair in itertools.zip_longest(factors, shared)]
-    cut = {f: np.array([f in pair for pair in both]) for pair in both for f in pair if f is not None}
+def cut_masks(factors: Sequence[str | None], digits: Array) -> dict[str, Array]:
+    """Returns, by factor and label, the axes that cut it, as bits. factors: by digit the factor that it cuts."""
+    bit = np.arange(digits.shape[1])
+    cut = {factor: np.array([other == factor for other in factors]) for factor in factors if factor is not None}
     return {factor: (which[digits].astype(np.int64) << bit).sum(1) for factor, which in cut.items()}
 
 
@@ -142,10 +144,12 @@ def call_seconds(
     ports: Sequence[Array],
     points: float,
     mesh: Mesh,
+    rows: Mapping[str, Array] | None = None,
 ) -> Array:
     """Returns the seconds of the local kernel, by label.
 
-    masks: see `cut_masks`. ports: by tensor the layout codes. points: the flops of a call without a rule.
+    masks: see `cut_masks`. ports: by tensor the layout codes. points: the flops of a call without a rule. rows: as
+    masks, the axes that share out the rows of a factor by their groups.
     """
     labels = len(ports[0])
     if match is not None and match.view:
@@ -154,11 +158,15 @@ def call_seconds(
     form = None
     if match is not None:
         uncut = np.zeros(labels, dtype=np.int64)
-        local = {f: local_size(n, masks.get(f, uncut), mesh.sizes) for f, n in match.sizes.items()}
-        flops, form = match.flops(local), match.shape(local, {f: mask != 0 for f, mask in masks.items()})
+        shared = rows or {}
+        local = {f: local_size(n, masks.get(f, uncut), shared.get(f, uncut), mesh) for f, n in match.sizes.items()}
+        flops = match.flops(local)
+        form = match.shape(local, {f: (masks.get(f, uncut) | shared.get(f, uncut)) != 0 for f in {**masks, **shared}})
     bytes_moved = np.zeros(labels)
     for (itemsize, shape), codes in zip(tensors, ports):
-        bytes_moved += itemsize * elements(codes, shape, mesh.sizes, True)
+        bytes_moved += itemsize * elements(codes, shape, mesh.sizes, mesh.routing.expected)
+    if rows and match is not None and match.op in MESSAGE:
+        bytes_moved += SCANS * tensors[1][0] * math.prod(tensors[1][1]) * (sum(rows.values()) > 0)
     seconds = mesh.cluster.kernel_seconds("" if match is None else str(match.op), flops, bytes_moved, form)
     return np.broadcast_to(seconds, (labels,)).astype(float)
 
@@ -168,7 +176,7 @@ def dispatch_seconds(
 ) -> Array:
     """Returns the seconds, by label, in which a call sends rows to the ranks of their groups, or back.
 
-    sharing: by label the axes that share out rows. Each rank is taken to get as many as the others.
+    sharing: by label the axes that share out rows.
     """
     found = np.zeros(len(sharing))
     if match is None or match.op not in MESSAGE:
@@ -179,13 +187,22 @@ def dispatch_seconds(
         labels = (sharing == row).all(1) if row.any() else np.zeros(len(sharing), dtype=bool)
         if labels.any():
             lines, least = mesh.lines(np.flatnonzero(row).tolist(), DISPATCH)
-            block = itemsize * elements(codes[labels], shape, mesh.sizes, True)
+            block = itemsize * elements(codes[labels], shape, mesh.sizes, mesh.routing.expected)
             found[labels] = np.maximum(np.min([start + each * block for start, each in lines], axis=0), least)
+            found[labels] += sum(kernel_seconds(DISPATCH, 0, 0, mesh))
     return found
 
 
-def local_size(size: int, masks: Array, sizes: Sequence[int]) -> Array:
-    """Returns what the rank at coordinates 0 holds of a factor of `size`, by label. masks: the axes that cut it, as
-    bits."""
+def local_size(size: int, masks: Array, rows: Array, mesh: Mesh) -> Array:
+    """Returns what the busiest rank holds of a factor of `size`, by label. masks, rows: the axes that cut it, and those
+    that share out its rows, as bits."""
+    cut, shared = (ranks_of(each, mesh.sizes) for each in (masks, rows))
+    whole = stretched(size, shared, mesh.routing.expected) if rows.any() else size
+    return (-(-whole // (cut * shared))).astype(float)
+
+
+def ranks_of(masks: Array, sizes: Sequence[int]) -> Array:
+    """Returns how many ranks axes have together, by label. masks: the axes, as bits."""
     cut = (masks[:, None] >> np.arange(len(sizes))) & 1
-    return (-(-size // np.where(cut == 1, np.array(sizes), 1).prod(1))).astype(float)
+    made: Array = np.where(cut == 1, np.array(sizes), 1).prod(1)
+    return made

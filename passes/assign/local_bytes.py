@@ -40,7 +40,7 @@ class Place:
 
 def local_bytes(table: Table, place: Place, tensors: Tensors) -> np.ndarray:
     """Returns the bytes at a place, by label."""
-    kind, sizes = place.kind, table.mesh.sizes
+    kind, sizes, most = place.kind, table.mesh.sizes, table.mesh.routing.most
     if kind is PlaceKind.WORKING_SET:
         return working_set_bytes(table, place.mask, tensors)
     of_operand = kind in (PlaceKind.OPERAND, PlaceKind.OPERAND_NOT_FULLY_SPLIT)
@@ -48,7 +48,7 @@ def local_bytes(table: Table, place: Place, tensors: Tensors) -> np.ndarray:
     codes, (itemsize, shape) = table.ports[at], tensors[at]
     if kind is PlaceKind.LEAST:
         return np.full(len(table), float(itemsize * -(-math.prod(shape) // math.prod(sizes))))
-    size = itemsize * elements(codes, shape, sizes)
+    size = itemsize * elements(codes, shape, sizes, most)
     if kind in (PlaceKind.OUTPUT, PlaceKind.OPERAND):
         return size
     cut = (states_of(codes, len(sizes)) < RAGGED) | (np.array(sizes) == 1)
@@ -60,7 +60,7 @@ def working_set_bytes(table: Table, mask: int, tensors: Tensors) -> np.ndarray:
     size = np.zeros(len(table))
     for at, ((itemsize, shape), codes) in enumerate(zip(tensors, table.ports)):
         if at >= len(table.ins) or mask >> at & 1:
-            size += itemsize * elements(codes, shape, table.mesh.sizes)
+            size += itemsize * elements(codes, shape, table.mesh.sizes, table.mesh.routing.most)
     two_phase = table.two_phase
     if two_phase.any():
         size[two_phase] = two_phase_bytes(table.subset(two_phase), tensors, mask)

@@ -9,12 +9,15 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sbpc.graph.expert_rows import GATHER, SCATTER
-from sbpc.graph.operands import ancestors, value_of
+from sbpc.graph.operands import ancestors, operands, value_of
 from sbpc.graph.rewrite import Writer, drop_unused, mode_of
+from sbpc.rules.match import overloads
 from sbpc.rules.registry import match_of
-from sbpc.rules.shared_rows import PRODUCT, Key, Rows, grouped_rows
+from sbpc.rules.shared_rows import ALIAS, PRODUCT, Key, Rows, grouped_rows
 
 aten = torch.ops.aten
+SORTS = overloads("sort sort.stable")
+RANGES = overloads("arange arange.start")
 ZEROS = aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default
 
 
@@ -90,7 +93,7 @@ class RowWriter(Writer):
         ends = known[0].ends[0]
         if isinstance(ends.meta["val"], (tuple, list)) or node in ancestors([ends]):
             return None
-        return Move(op, (given, indices[0]), ends, (*more, placed in self.rows))
+        return Move(op, (given, indices[0]), ends, (*more, placed in self.rows, copies(indices[0])))
 
 
 def takes_rows(node: Node, indices: Any, values: Node) -> bool:
@@ -101,3 +104,21 @@ def takes_rows(node: Node, indices: Any, values: Node) -> bool:
     made, given = node.meta["val"], values.meta["val"]
     same = node.target is not aten.index_put.default or tuple(given.shape) == (len(index), *made.shape[1:])
     return same and given.dim() > 0 and given.dtype == made.dtype
+
+
+def copies(index: Node) -> int | None:
+    """Returns how often a number stands in an index at most; None where that is not known. A permutation, as sorting
+    gives one, has each once, and so has its inverse."""
+    node, output = value_of(index)
+    if node.target in SORTS:
+        return 1 if output == 1 else None
+    if node.target is ALIAS:
+        return copies(operands(node)[0])
+    args: Any = node.args
+    if node.target is aten.floor_divide.default and isinstance(args[1], int) and args[1] > 0:
+        each = copies(args[0])
+        return None if each is None else each * args[1]
+    if node.target is aten.index_put.default and args[2].target in RANGES and args[3:] in ((), (False,)):
+        same = {tuple(each.meta["val"].shape) for each in (args[0], *args[1], args[2]) if each is not None}
+        return 1 if len(args[1]) == len(same) == 1 and copies(args[1][0]) == 1 else None
+    return None

@@ -281,7 +281,7 @@ def moves(plan: Plan) -> list[Move]:
 def held_bytes(node: Node, layout: Layout, mesh: Mesh) -> int:
     """Returns the bytes that a rank holds of the result of a product in a layout."""
     value = node.meta["val"]
-    return shard_bytes(layout, tuple(value.shape), value.dtype, mesh.sizes)
+    return shard_bytes(layout, tuple(value.shape), value.dtype, mesh.sizes, mesh.routing.most)
 
 
 def ends_of(value: Node, chain: Sequence[Node]) -> list[tuple[Node, int]]:

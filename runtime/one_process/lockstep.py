@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from sbpc._compat import tree_leaves
-from sbpc.errors import VerifyError, at_node, where
+from sbpc.errors import RoutingError, VerifyError, at_node, where
 from sbpc.mesh.states import REDUCE
 from sbpc.rules.strides import laid_out
 
@@ -126,6 +126,8 @@ def run_node(node: Node, args: Any, kwargs: Any) -> Any:
         raise VerifyError(at_node(f"{node.target} is not run in lockstep", node, f"Use one of {known}."))
     try:
         return laid_out(node.target)(*args, **kwargs)
+    except RoutingError:
+        raise
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         raise VerifyError(at_node(what, node, "Mend the pass that wrote this node.")) from error

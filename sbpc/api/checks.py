@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import inspect
+import math
 import operator
 import textwrap
 from collections.abc import Callable, Mapping
@@ -19,7 +20,17 @@ from sbpc.graph.ports import PARAMETER
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import layout_of_rows
-from sbpc.plans.options import BYTES, GATHERED, OBJECTIVES, OPTIMIZER_STATE, RECOMPUTE, REDUCTIONS, Options
+from sbpc.plans.options import (
+    BYTES,
+    ERROR,
+    GATHERED,
+    OBJECTIVES,
+    OPTIMIZER_STATE,
+    OVERFLOWS,
+    RECOMPUTE,
+    REDUCTIONS,
+    Options,
+)
 from sbpc.plans.staged.schedules import chunks_in
 
 KEYWORDS = [each for each in dataclasses.fields(Options) if each.metadata]  # of `sbpc.plan`
@@ -66,6 +77,7 @@ def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
         pin=(known.pin, "a mapping whose keys are texts", "None"),
         inputs=(known.inputs, "a text", "a list", "None"),
         outputs=(known.outputs, "a text", "a list", "None"),
+        overflow=(known.overflow, "a text"),
         recompute=(known.recompute, "a text"),
         reduce=(known.reduce, "a text"),
         gather=(known.gather, "a text"),
@@ -93,7 +105,20 @@ def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
         if count is not None and (not is_number(count, Integral) or count < 1):
             raise SbpcError(f"{name} is {shown(count)}\n  It is an integer from 1 on, or None.")
         asked |= {} if count is None else {name: operator.index(count)}
-    for name, words in (("recompute", RECOMPUTE), ("reduce", REDUCTIONS), ("gather", GATHERED)):
+    for name in ("capacity", "routing"):
+        times = getattr(known, name)
+        if times is None and name == "capacity":
+            continue
+        if not is_number(times, (int, float)) or not 1 <= times < math.inf:
+            raise SbpcError(f"{name} is {shown(times)}\n  It is a multiple of the mean, a number from 1 on.")
+    if known.overflow != ERROR and known.capacity is None:
+        raise SbpcError(f"overflow={known.overflow!r} without capacity=\n  Say how many rows are not too many.")
+    for name, words in (
+        ("recompute", RECOMPUTE),
+        ("overflow", OVERFLOWS),
+        ("reduce", REDUCTIONS),
+        ("gather", GATHERED),
+    ):
         if getattr(known, name) not in words:
             raise SbpcError(f"{name} is {shown(getattr(known, name))}\n  It is one of {', '.join(map(repr, words))}.")
     for name, among in (("optimizer", OPTIMIZER_STATE), ("objective", OBJECTIVES)):

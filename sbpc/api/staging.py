@@ -222,7 +222,7 @@ def short_plans(
     places = places_of(plan.annotated)
     starts, blocks = between_blocks(places), blocks_at(places) or [""]
     pieces = cut(plan.annotated, places, starts)
-    mesh = Mesh(cluster=inner.cluster, **{axis: len(pieces)}, **dict(zip(inner.axes, inner.sizes)))
+    mesh = inner.like(inner.cluster, **{axis: len(pieces)}, **dict(zip(inner.axes, inner.sizes)))
     zero = Zero(plan, groups_of(plan.annotated), loop.count)
 
     made = partial(make_chunk, inner, clocks)

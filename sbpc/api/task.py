@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from sbpc._compat import left_out_of
 from sbpc.api.checks import check_parts, may_loop, values_pinned
+from sbpc.api.experts import routed
 from sbpc.api.recompute import forms_of, least_recompute
 from sbpc.api.staging import may_gain, plan_stages
 from sbpc.errors import LayoutError, LoopError, MemoryLimitError, PinError, PlanError, SbpcError, check_kinds
@@ -53,6 +54,7 @@ class Task:
         """Returns the plan with stages along an axis; without one that of a loop, where micro-batches are asked for
         and the step is one. Slices that nobody asked for are left out where no plan fits with them: each adds a
         gradient of the head's weight to the last, which may be larger than its logits."""
+        mesh, options = routed(self.gm, mesh, options)
         task, asked = self.sliced(mesh, options)
         try:
             return task.in_chunks(mesh, asked)

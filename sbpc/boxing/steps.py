@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from sbpc.graph.about import EXCHANGE, FLOAT32
-from sbpc.mesh.collectives import CARRIERS, EIGHT_BITS, PACKED, WIRE, block_bytes, packing, seconds_on
+from sbpc.mesh.collectives import CARRIERS, EIGHT_BITS, WIRE, WORKS, block_bytes, packing, seconds_on
 from sbpc.mesh.layout import Layout, cut
 from sbpc.mesh.layout_codes import (
     EXTREMES,
@@ -178,7 +178,7 @@ def link_seconds(step: Step, block: float, mesh: Mesh) -> float:
 def kernels_of(step: Step, shape: Numbers, mesh: Mesh) -> tuple[float, float]:
     """Seconds in which a rank packs what it sends in a step, and in which it unpacks and adds up what it gets; zeros
     where a library does all of that."""
-    if step.collective not in PACKED:
+    if step.collective not in WORKS:
         return 0.0, 0.0
     ranks, block = group_of(step, shape, mesh.sizes)
     before, after = kernel_seconds(step.collective, ranks, math.prod(block), mesh)

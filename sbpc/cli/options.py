@@ -16,7 +16,7 @@ from sbpc.cli.target import DTYPES, Target, import_file, load_target, split_targ
 from sbpc.errors import MeshError, PinError, PlanError, SbpcError
 from sbpc.mesh.cluster import CLUSTERS, Cluster
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.options import GATHERED, OBJECTIVES, OPTIMIZER_STATE, RECOMPUTE, REDUCTIONS
+from sbpc.plans.options import GATHERED, OBJECTIVES, OPTIMIZER_STATE, OVERFLOWS, RECOMPUTE, REDUCTIONS
 from sbpc.plans.staged.schedules import INTERLEAVED, SCHEDULES, USUAL
 from sbpc.rules.proof.rule_files import load_rules
 
@@ -92,6 +92,7 @@ def with_unit(text: str) -> float:
 positive = number(int, lambda count: count > 0, "integer from 1 on")
 quantity = number(with_unit, lambda size: 0 <= size < math.inf, "number of bytes, as in 80G")
 rate = number(float, lambda rate: 0 <= rate < math.inf, "learning rate, as in 0.001")
+multiple = number(float, lambda times: 1 <= times < math.inf, "multiple of the mean, as in 1.25")
 seconds = number(float, lambda wait: 0 < wait < math.inf, "number of seconds, as in 60")
 
 
@@ -133,6 +134,18 @@ ON_A_MESH: dict[str, dict[str, Any]] = {  # keywords of `sbpc.plan` for one mesh
         "help": "how gradients are summed over ranks, or in which 8 bits they cross slow links (default: float32)",
     },
     "gather": {"choices": GATHERED, "help": "in which 8 bits parameters cross slow links (default: as stored)"},
+    "capacity": {
+        "type": multiple,
+        "metavar": "TIMES",
+        "help": "rows of experts that a rank has at most, times the mean (default: any)",
+    },
+    "overflow": {"choices": OVERFLOWS, "help": "what is done with rows beyond --capacity (default: error)"},
+    "routing": {
+        "type": multiple,
+        "metavar": "TIMES",
+        "help": "rows of experts of the busiest rank that prices expect, times the mean (default: 1); `sbpc run "
+        "--trace` tells it",
+    },
     "loss": {"metavar": "NAME", "help": "the result to train on, by its key, field or place (default: see sbpc.plan)"},
     "masters": {
         "action": argparse.BooleanOptionalAction,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,31 @@ class TracedSteps:
         comparison = Comparison.of(predicted, measured)
         plain, traced = (statistics.median(each) for each in (self.seconds[1 : self.plain], self.seconds[self.plain :]))
         took = f"module.step took {quantity(traced, 's')} with time stamps, {quantity(plain, 's')} without"
-        report = comparison.report(self.plan.mesh, [f"{took}, on rank 0", f"written   {file}"])
-        figures = {"file": file, "seconds_with_stamps": traced, "seconds_without": plain, **comparison.as_json()}
+        routed = self.recorder.busiest() if self.recorder else {}
+        told = [f"{took}, on rank 0", *routing_lines(routed), f"written   {file}"]
+        report = comparison.report(self.plan.mesh, told)
+        figures = {
+            "routing": routed.get(""),
+            "file": file,
+            "seconds_with_stamps": traced,
+            "seconds_without": plain,
+            **comparison.as_json(),
+        }
         return figures, report
 
     def sides(self) -> tuple[list[Event], list[Event]]:
         """Returns what this rank was predicted to do, and what it did in the step of median length."""
         assert self.recorder is not None, "no step was measured"
         return stage_events(self.plan, self.recorder.stage), self.recorder.events()
+
+
+def routing_lines(busiest: Mapping[str, float]) -> list[str]:
+    """Returns a line about how uneven experts were chosen, none without experts. busiest: by module, and of all."""
+    if not busiest:
+        return []
+    most = max((module for module in busiest if module), key=lambda module: busiest[module])
+    of_all = f"the busiest rank had {busiest['']:.3g} times the mean of experts' rows, {busiest[most]:.3g} in {most}"
+    return [f"routing   {of_all}: plan with --routing {max(1, busiest['']):.3g}"]
 
 
 def check_steps(steps: int) -> None:

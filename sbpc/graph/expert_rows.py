@@ -4,34 +4,41 @@ take rows there and back, and those by which each rank tells which rows it sends
 `gather_rows` is x[index] and `scatter_rows` adds values[i] to row index[i] of zeros; both know besides that rows stand
 in groups that end at `ends`. by_place: the places of the index do (what is gathered, or what is added), else the
 rows of which it holds the numbers do. Of both sides one, whose rows stand in groups, is cut where the groups of the
-ranks end, and the other one in equal chunks. What a rank holds of the index is all of it.
+ranks end, and the other one in equal chunks. What a rank holds of the index is all of it. copies: how often a number
+stands in the index at most, where that is known.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sbpc.errors import RoutingError
 from sbpc.graph.random_bits import LIBRARY
 
-LIBRARY.define("gather_rows(Tensor x, Tensor index, Tensor ends, bool by_place) -> Tensor")
-LIBRARY.define("scatter_rows(Tensor values, Tensor index, Tensor ends, int size, bool by_place) -> Tensor")
+MOVED = "bool by_place, int? copies=None"
+LIBRARY.define(f"gather_rows(Tensor x, Tensor index, Tensor ends, {MOVED}) -> Tensor")
+LIBRARY.define(f"scatter_rows(Tensor values, Tensor index, Tensor ends, int size, {MOVED}) -> Tensor")
 LIBRARY.define("add_rows(Tensor values, Tensor rows, Tensor held) -> Tensor")
 LIBRARY.define("row_counts(Tensor counts, int most) -> int[]")
+LIBRARY.define("rows_within(Tensor ends, int[] groups, int size, int most, str where) -> Tensor")
 ABOUT = "Tensor index, Tensor ends, Tensor rank, int[] groups, int[] chunks, bool by_place, int size, int most"
 LIBRARY.define(f"rows_by_place({ABOUT}) -> (Tensor, Tensor, Tensor)")
 LIBRARY.define(f"rows_by_number({ABOUT}, int held) -> (Tensor, Tensor, Tensor)")
 
 
-def gather_rows(x: Tensor, index: Tensor, ends: Tensor, by_place: bool) -> Tensor:
+def gather_rows(x: Tensor, index: Tensor, ends: Tensor, by_place: bool, copies: int | None = None) -> Tensor:
     """The rows of x with these numbers."""
     return x[index]
 
 
-def scatter_rows(values: Tensor, index: Tensor, ends: Tensor, size: int, by_place: bool) -> Tensor:
+def scatter_rows(
+    values: Tensor, index: Tensor, ends: Tensor, size: int, by_place: bool, copies: int | None = None
+) -> Tensor:
     """So many rows, each the sum of the values whose index is its number."""
     return values.new_zeros([size, *values.shape[1:]]).index_put_((index,), values, accumulate=True)
 
@@ -41,6 +48,31 @@ def add_rows(values: Tensor, rows: Tensor, held: Tensor) -> Tensor:
     return values.new_zeros([len(held), *values.shape[1:]]).index_add_(0, rows, values)
 
 
+def rows_within(ends: Tensor, groups: Sequence[int], size: int, most: int, where: str) -> Tensor:
+    """Where groups end, if each rank has at most so many rows of them. Raises RoutingError on every rank else, as all
+    know all counts. groups: so many are those of the ranks up to each. size: the number of rows. where: who has them.
+    """
+    if ends.is_meta:
+        return torch.empty_like(ends)
+    counts = rows_by_rank(ends, groups, size)
+    if max(counts) > most:
+        rank, times = counts.index(max(counts)), max(counts) * len(groups) / size
+        what = f"rank {rank} of {len(groups)} gets {max(counts):,} of {size:,} rows of experts in {where}, and {most:,}"
+        shown = ", ".join(map(str, counts[:SHOWN])) + (", ..." if len(counts) > SHOWN else "")
+        todo = (
+            f"It needs capacity={math.ceil(100 * times) / 100:g}. Plan with that, or without capacity=, which fits any "
+            'routing; or overflow="drop" leaves out what is too much for an expert.'
+        )
+        raise RoutingError(f"{what} are what capacity= allows\n  Rows by rank: {shown}.\n  {todo}")
+    return ends.clone()
+
+
+def rows_by_rank(ends: Tensor, groups: Sequence[int], size: int) -> list[int]:
+    """How many of so many rows each rank has. ends, groups: see `rows_within`."""
+    last = torch.nn.functional.pad(ends, (1, 0))[torch.tensor(groups[:-1], device=ends.device)].tolist()
+    return [end - start for start, end in itertools.pairwise([0, *last, size])]
+
+
 def row_counts(counts: Tensor, most: int) -> list[int]:
     """The numbers; of a tensor without data numbers of which `most` is the sum."""
     if not counts.is_meta:
@@ -48,28 +80,24 @@ def row_counts(counts: Tensor, most: int) -> list[int]:
     return [most // len(counts) + (at < most % len(counts)) for at in range(len(counts))]
 
 
-class Owners(NamedTuple):
-    """Where the numbers of each rank end; the numbers of the index, from 0 on; by place the rank that holds it, and
-    that which holds the row whose number stands there."""
-
-    ends: Tensor
-    number: Tensor
-    of_place: Tensor
-    of_number: Tensor
-
-
-def owners(
-    index: Tensor, ends: Tensor, groups: Sequence[int], chunks: Sequence[int], by_place: bool, size: int
-) -> Owners:
-    """Who holds what. Rows behind the last group are the last rank's."""
-    cut, count = torch.tensor([groups, chunks], device=index.device), len(index)
+def bounds(
+    ends: Tensor, groups: Sequence[int], chunks: Sequence[int], by_place: bool, count: int, size: int
+) -> tuple[Tensor, Tensor]:
+    """Where the places of each rank end, of so many, and its rows. Those behind the last group are the last rank's."""
+    cut = torch.tensor([groups, chunks], device=ends.device)
     shared = torch.nn.functional.pad(ends.to(torch.int64), (1, 0))[cut[0]]
     shared[-1] = count if by_place else size
-    places, numbers = (shared, cut[1]) if by_place else (cut[1], shared)
-    index = torch.where(index < 0, index + size, index)
-    at = torch.arange(count, device=index.device)
-    of_place, of_number = (torch.bucketize(x, cuts, right=True) for x, cuts in ((at, places), (index, numbers)))
-    return Owners(numbers, index, of_place, of_number)
+    return (shared, cut[1]) if by_place else (cut[1], shared)
+
+
+def span(ends: Tensor, rank: Tensor) -> list[int]:
+    """The first of what a rank has, and the one behind its last."""
+    return torch.cat([torch.nn.functional.pad(ends, (1, 0))[rank], ends[rank]]).tolist()
+
+
+def from_front(index: Tensor, size: int) -> Tensor:
+    """The numbers, each counted from the front."""
+    return torch.where(index < 0, index + size, index)
 
 
 def rows_by_place(
@@ -90,8 +118,9 @@ def rows_by_place(
     """
     if index.is_meta:
         return index.new_empty(most), index.new_empty(most), index.new_empty(len(groups))
-    held = owners(index, ends, groups, chunks, by_place, size)
-    peers = held.of_number[held.of_place == rank]
+    places, numbers = bounds(ends, groups, chunks, by_place, len(index), size)
+    first, last = span(places, rank)
+    peers = torch.bucketize(from_front(index[first:last], size), numbers, right=True)
     order = torch.argsort(peers, stable=True)
     return order, torch.argsort(order), torch.bincount(peers, minlength=len(groups))
 
@@ -114,17 +143,21 @@ def rows_by_number(
     """
     if index.is_meta:
         return index.new_empty(most), index.new_empty(len(groups)), index.new_empty(held, dtype=torch.bool)
-    found = owners(index, ends, groups, chunks, by_place, size)
-    first, last = torch.nn.functional.pad(found.ends, (1, 0))[rank], found.ends[rank]
-    ours = found.of_number == rank
-    marks = torch.empty(int(last - first), dtype=torch.bool, device=index.device)
-    return found.number[ours] - first, torch.bincount(found.of_place[ours], minlength=len(groups)), marks
+    places, numbers = bounds(ends, groups, chunks, by_place, len(index), size)
+    first, last = span(numbers, rank)
+    rows = from_front(index, size)
+    (ours,) = torch.where((rows >= first) & (rows < last))
+    holders = torch.bucketize(ours, places, right=True)
+    marks = torch.empty(last - first, dtype=torch.bool, device=index.device)
+    return rows[ours] - first, torch.bincount(holders, minlength=len(groups)), marks
 
 
-for function in (add_rows, gather_rows, row_counts, rows_by_number, rows_by_place, scatter_rows):
+for function in (add_rows, gather_rows, row_counts, rows_by_number, rows_by_place, rows_within, scatter_rows):
     LIBRARY.impl(function.__name__, function, "CompositeExplicitAutograd")
 for function in (gather_rows, scatter_rows):
     torch.library.register_fake(f"sbpc::{function.__name__}", function, lib=LIBRARY)
 GATHER, SCATTER = torch.ops.sbpc.gather_rows.default, torch.ops.sbpc.scatter_rows.default
-COUNTS = torch.ops.sbpc.row_counts.default
+COUNTS, PLACES = torch.ops.sbpc.row_counts.default, torch.ops.sbpc.rows_by_place.default
+SHOWN = 64  # counts of a message
+SCANS = 10  # times that each rank reads the whole index, or writes as much, to tell which rows it sends to whom
 MESSAGE = {GATHER: 3, SCATTER: 0}  # which of the operands and the result is sent where rows are shared out

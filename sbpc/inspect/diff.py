@@ -38,6 +38,9 @@ ASKED = (  # options that are compared
     "reduce",
     "masters",
     "gather",
+    "capacity",
+    "overflow",
+    "routing",
     "pin",
 )
 

@@ -17,7 +17,7 @@ from sbpc.mesh.collectives import WIRE
 from sbpc.mesh.layout import Layout
 from sbpc.plans.chunk import Chunk
 from sbpc.plans.cost import Cost
-from sbpc.plans.options import BYTES
+from sbpc.plans.options import BYTES, DROP, Options
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.loop_formula import calls_of
 from sbpc.plans.staged.pipeline_cost import RUNS
@@ -80,12 +80,26 @@ def figure_lines(plan: Plan) -> list[str]:
         *([f"sent      {sent or 'nothing'} by the busiest rank"] if plan.loop is not None else []),
         "memory    " + ", ".join(f"{quantity(size, 'B')} {kind}" for kind, size in cost.memory.items()),
     ]
+    lines += row_lines(plan.options)
     if cost.memory["total"] > mesh.cluster.memory:
         device = f"a device of {mesh.cluster.name!r} has {quantity(mesh.cluster.memory, 'B')}"
         lines.append(f"          {device}: ask for a plan that fits with memory={mesh.cluster.memory:g}")
     if plan.cached is not None:
         lines.append(f"made      before, and read from {plan.cached} (SBPC_CACHE=0 plans anew)")
     return lines + ([IDEAL] if mesh.cluster.name == "ideal" else [])
+
+
+def row_lines(asked: Options) -> list[str]:
+    """Returns a line about rows of experts, none if nothing was asked of them."""
+    then = "each takes its first rows, and drops others" if asked.overflow == DROP else "others stop every rank"
+    capacity = (
+        ""
+        if asked.capacity is None
+        else f"at most {asked.capacity:g} times the mean of the rows is a rank's where they are shared out: {then}"
+    )
+    expected = "" if asked.routing == 1 else f"the busiest rank is expected to have {asked.routing:g} times the mean"
+    told = "; ".join(filter(None, (capacity, expected)))
+    return [f"experts   {told}"] if told else []
 
 
 def update_lines(plan: Plan) -> list[str]:

@@ -33,6 +33,8 @@ PACKED |= {f"exchange_{kind}": "all_to_all" for kind in EIGHT_BITS}
 PACKED |= {f"gather_{kind}": "all_gather" for kind in EIGHT_BITS}
 WIRE |= {name: WIRE[carrier] for name, carrier in PACKED.items()}
 CARRIERS = {**PACKED, DISPATCH: "all_to_all"}  # those, and what sends numbers as they are
+WORKS = {*PACKED, DISPATCH}  # before or behind which kernels run that are priced with it
+COUNTING = 24  # small kernels in which a rank tells how many rows it sends to whom, and waits for the numbers
 MOST, FEWEST, SCALE = 256, 64, 4  # numbers of 8 bits that share a scale (see `rows_of`), and the bytes of one
 # Bytes that the kernels which pack a number of float32 move, and those which unpack it: see `sbpc.boxing.eight_bits`.
 PACK = {INT8: (4, 0, 0, 8, 8, 8, 12, 8, 5, 2), FLOAT8: (4, 0, 0, 8, 5, 2)}
@@ -166,6 +168,8 @@ def packing(collective: str, ranks: Any, count: Any) -> tuple[list[Any], list[An
     unpacks and adds up what it gets. count: of the numbers of its block. What is exchanged as it is has 16 bits: one
     kernel writes the sum in float32, another one rounds that."""
     kind = eight_bits(collective)
+    if collective == DISPATCH:
+        return [0.0] * COUNTING, []
     if kind is None:
         return [], [(2 * ranks + 4) * count, 6 * count]
     sums, every = collective.startswith("exchange"), ranks * count

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sbpc.errors import LayoutError, check_kinds, shown
+from sbpc.mesh.routing import ANY, stretched
 from sbpc.mesh.states import Axes, B, Names, Numbers, Partial, Ragged, Shape, Split, State, parse_state, shards, whole
 
 STATES = {*get_args(State)}
@@ -84,9 +85,15 @@ class Layout:
             found[state.dim] = (*found.get(state.dim, ()), axis)
         return found
 
-    def shared(self, dim: int) -> Axes:
-        """Returns the axes that cut a dim or share out its rows."""
-        return (*self.cuts.get(dim, ()), *(axis for axis, state in enumerate(self.states) if state == Ragged(dim)))
+    def busiest(self, shape: Sequence[Any], sizes: Numbers, times: float) -> tuple[tuple[Any, ...], tuple[Axes, ...]]:
+        """Returns a shape, and by dim the axes that cut it, so that its largest shard is what the busiest rank has of
+        a tensor of `shape`: where rows are shared out by their groups `times` the mean."""
+        found, cuts = list(shape), [self.cuts.get(dim, ()) for dim in range(len(shape))]
+        for dim in range(len(shape)) if times != ANY else ():
+            if axes := tuple(axis for axis, state in enumerate(self.states) if state == Ragged(dim)):
+                found[dim] = stretched(shape[dim], math.prod(sizes[axis] for axis in axes), times)
+                cuts[dim] += axes
+        return tuple(found), tuple(cuts)
 
     def replace(self, changes: dict[int, State]) -> Layout:
         """Returns this layout with other states on some axes; an axis that splits anew cuts last."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 
 import numpy as np
 
 from sbpc.errors import LayoutError
 from sbpc.mesh.layout import Layout, cut
+from sbpc.mesh.routing import ANY, stretched
 from sbpc.mesh.states import Axes, B, Broadcast, Numbers, Partial, Ragged, Split, State
 
 Array = np.ndarray
@@ -100,11 +100,14 @@ def state_of(number: int) -> State:
     return B if number == WHOLE else Partial(NAMES[number])
 
 
-def elements(codes: Array, shape: Numbers, sizes: Numbers, expected: bool = False) -> Array:
-    """The elements that the rank at coordinates 0 holds of a tensor of `shape` in each layout. expected: where rows are
-    shared out by their groups, of as many rows as on other ranks; else all may be its own."""
-    states, axes = states_of(codes, len(sizes)).T, range(len(sizes))
-    if expected:
-        states = np.where((states >= RAGGED) & (states < WHOLE), states - RAGGED, states)
-    ranks = [np.where(states == dim, np.array(sizes)[:, None], 1) for dim in range(len(shape))]
-    return math.prod((cut(size, axes, by_axis) for size, by_axis in zip(shape, ranks)), start=np.ones(len(codes)))
+def elements(codes: Array, shape: Numbers, sizes: Numbers, times: float = ANY) -> Array:
+    """The elements that the rank at coordinates 0 holds of a tensor of `shape` in each layout. times: the mean, where
+    rows are shared out by their groups."""
+    states, axes, known = states_of(codes, len(sizes)).T, range(len(sizes)), np.array(sizes)[:, None]
+    found = np.ones(len(codes))
+    for dim, size in enumerate(shape):
+        rows = np.where((states == RAGGED + dim) & (times != ANY) & (dim < WHOLE - RAGGED), known, 1)
+        ranks = np.where(states == dim, known, 1) * rows
+        shared = rows.prod(0)
+        found *= cut(stretched(size, shared, times) if (shared > 1).any() else size, axes, ranks)
+    return found

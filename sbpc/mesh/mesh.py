@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sbpc.errors import MeshError, shown
 from sbpc.mesh.cluster import Cluster, Rate, named_cluster
 from sbpc.mesh.collectives import ALONE, INSIDE, TOGETHER, WIRE, Lines, Way, ceil_div, envelope, largest
+from sbpc.mesh.routing import Routing
 from sbpc.mesh.states import Axes, Numbers
 
 if TYPE_CHECKING:
@@ -52,6 +53,14 @@ class Mesh:
         self.sizes = tuple(axes.values())
         cluster = "ideal" if cluster is None else cluster
         self.cluster = cluster if isinstance(cluster, Cluster) else named_cluster(cluster)
+        self.routing = Routing()
+
+    def like(self, cluster: Cluster, routing: Routing | None = None, **axes: int) -> Mesh:
+        """Returns a mesh of these axes, or of the same, with another cluster or routing: how uneven the shares of
+        experts' rows are, which is no part of what a mesh equals."""
+        made = Mesh(cluster=cluster, **(axes or dict(zip(self.axes, self.sizes))))
+        made.routing = self.routing if routing is None else routing
+        return made
 
     @property
     def ranks(self) -> int:
@@ -80,7 +89,7 @@ class Mesh:
             return self
         at = self.axis(axis)
         sizes = {name: size for number, (name, size) in enumerate(zip(self.axes, self.sizes)) if number != at}
-        return Mesh(cluster=self.cluster, **(sizes or {axis: 1}))
+        return self.like(self.cluster, **(sizes or {axis: 1}))
 
     def axis(self, name: str) -> int:
         """Returns the number of the axis called `name`. Raises MeshError if there is none."""
@@ -204,10 +213,14 @@ class Mesh:
         return [f"{name}={size}" for name, size in zip(self.axes, self.sizes)]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mesh) and vars(self) == vars(other)
+        return isinstance(other, Mesh) and self._equal == other._equal
 
     def __hash__(self) -> int:
-        return hash((self.axes, self.sizes, self.cluster))
+        return hash(self._equal)
+
+    @property
+    def _equal(self) -> tuple[Any, ...]:
+        return self.axes, self.sizes, self.cluster
 
 
 @functools.lru_cache(maxsize=1 << 12)

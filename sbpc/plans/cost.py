@@ -21,7 +21,7 @@ import sympy
 from sbpc.boxing.steps import Step, group, group_of, kernel_seconds, wire
 from sbpc.errors import PlanError, check_kinds
 from sbpc.mesh.cluster import collective_seconds
-from sbpc.mesh.collectives import CARRIERS, PACKED, WIRE, Min
+from sbpc.mesh.collectives import CARRIERS, WIRE, WORKS, Min
 from sbpc.mesh.layout import cut, numel
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import Axes
@@ -37,6 +37,8 @@ class Kernel:
     shape and the axes that cut each dim. free: a view, for which no kernel runs. work: local factor sizes -> flops.
     dims: the sizes of the factors, then those of each tensor's dims, as they stand in formulas; empty where the
     numbers do. shape: local factor sizes, and which factors are cut -> the shape of its work (`sbpc.mesh.kernels`).
+    alone: flops of one device, where rows are shared out: sizes are then such that the largest shard is the busiest
+    rank's.
     """
 
     op: str
@@ -46,6 +48,7 @@ class Kernel:
     work: Callable[[Mapping[str, Any]], Any] = field(compare=False)
     dims: tuple[tuple[Any, ...], ...] = ()
     shape: Callable[[Mapping[str, Any], Mapping[str, Any]], Any] = field(default=lambda *_: None, compare=False)
+    alone: float | None = None
 
 
 def kernel_work(kernel: Kernel, sizes: Sequence[int], symbols: Sequence[Any] | None = None) -> tuple[Any, Any, Any]:
@@ -249,7 +252,7 @@ class Cost:
         s, step, key = self.symbols, transfer.step, self.link_name(transfer.step)
         ranks, block = self.group_expr(transfer)
         some = sympy.Min(ranks - 1, 1)  # on one rank nothing is sent
-        kernels = some * self.packing_expr(transfer) if step.collective in PACKED else 0
+        kernels = some * self.packing_expr(transfer) if step.collective in WORKS else 0
         if lines := self.lines_expr(step.axes, step.collective, key):
             return some * Min(*(start + block * each for start, each in lines)) + kernels
         rounds, sent = WIRE[step.collective](ranks, block)

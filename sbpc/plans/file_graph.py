@@ -38,7 +38,9 @@ UNRULED = frozenset({
     "linalg_solve_triangular", "masked_scatter", "median", "nanmedian", "resolve_conj", "scatter", "scatter_add",
     "scatter_reduce", "slice_copy", "view.dtype",
 })  # fmt: skip
-OF_ROWS = frozenset(("add_rows", "row_counts", "rows_by_number", "rows_by_place"))  # sbpc's own, likewise
+OF_ROWS = frozenset(
+    ("add_rows", "row_counts", "rows_by_number", "rows_by_place", "rows_within")
+)  # sbpc's own, likewise
 # the backward of a pooling, which trusts its indices and the shape of its gradient, and how many dims it pools
 POOLED = {
     "_adaptive_avg_pool3d_backward": 3, "adaptive_max_pool2d_backward": 2, "adaptive_max_pool3d_backward": 3,

@@ -13,7 +13,7 @@ from sbpc.errors import is_name, is_number, shown
 from sbpc.graph.about import EXCHANGE, FLOAT32, PANEL_OF, RECOMPUTES, REDUCE, SENDS, SLICE
 from sbpc.graph.ports import INPUTS, OUTPUTS
 from sbpc.mesh.collectives import EIGHT_BITS
-from sbpc.plans.options import GATHERED, OBJECTIVES, OPTIMIZER_STATE, REDUCTIONS
+from sbpc.plans.options import GATHERED, OBJECTIVES, OPTIMIZER_STATE, OVERFLOWS, REDUCTIONS
 
 # the first place within a value that does not fit, with what stands there; None if all fits
 Check = Callable[[Any], str | None]
@@ -148,6 +148,7 @@ LAYOUTS = many(either(NONE, NAME))
 ENDS = either(NAME, LAYOUTS)
 MEMORY = either(NONE, NUMBER, leaf(lambda v: v == math.inf))
 OPTIMIZER = leaf(lambda v: v in (*OPTIMIZER_STATE,))
+TIMES = leaf(lambda v: is_number(v, (int, float)) and 1 <= v < math.inf)
 OPTIONS = record({
     "train": FLAG, "model": NAME, "objective": one_of(*OBJECTIVES), "optimizer": OPTIMIZER,
     "reduce": one_of(*REDUCTIONS),
@@ -157,6 +158,7 @@ OPTIONS = record({
     "gather": one_of(*GATHERED), "schedule": NAME, "stages": either(NONE, NAME), "inputs": ENDS, "outputs": ENDS,
     "guards": table(many(LINE)), "cuts": many(NAME),
     "dynamic": many(row(NAME, either(INTEGER, many(either(NONE, NAME))))),
+    "capacity": TIMES, "overflow": one_of(*OVERFLOWS), "routing": TIMES, "most": TIMES,
     "masters": FLAG, "loss": leaf(lambda v: type(v) is int and v >= 0),
 })  # fmt: skip
 FIGURE = either(NONE, LINE, leaf(lambda v: is_number(v, (int, float))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from sbpc.boxing.steps import Step, step_cost
 from sbpc.graph.about import is_recomputed
-from sbpc.graph.expert_rows import MESSAGE
+from sbpc.graph.expert_rows import MESSAGE, SCANS
 from sbpc.graph.operands import operands, value_of
 from sbpc.mesh.collectives import DISPATCH
 from sbpc.mesh.layout import Layout
@@ -21,7 +22,9 @@ from sbpc.plans.cost import Kernel, Transfer, kernel_work
 from sbpc.rules.binding import flat_outputs
 
 
-def kernels_and_transfers(nodes: Iterable[Node]) -> tuple[Counter[Kernel], Counter[Kernel], Counter[Transfer]]:
+def kernels_and_transfers(
+    nodes: Iterable[Node], mesh: Mesh
+) -> tuple[Counter[Kernel], Counter[Kernel], Counter[Transfer]]:
     """Returns the kernels of some nodes of a boxed graph, those of them that compute a value again, and the
     transfers."""
     calls: dict[Any, list[Node]] = {}
@@ -31,11 +34,11 @@ def kernels_and_transfers(nodes: Iterable[Node]) -> tuple[Counter[Kernel], Count
             transfers[transfer_of(node)] += 1
         elif "choice" in node.meta and node.op == "call_function":
             calls.setdefault(kernel_key(node), []).append(node)
-            transfers.update([] if (sent := dispatch_of(node)) is None else [sent])
+            transfers.update([] if (sent := dispatch_of(node, mesh)) is None else [sent])
     kernels: Counter[Kernel] = Counter()
     again: Counter[Kernel] = Counter()
     for alike in calls.values():
-        kernel = kernel_of(alike[0])
+        kernel = kernel_of(alike[0], mesh)
         kernels[kernel] += len(alike)
         again[kernel] += sum(map(is_recomputed, alike))
     return kernels, again, transfers
@@ -48,30 +51,39 @@ def kernel_key(node: Node) -> Any:
     return node if match is None or "dims" in node.meta else (id(match), id(node.meta["choice"]))
 
 
-def kernel_of(node: Node) -> Kernel:
+def kernel_of(node: Node, mesh: Mesh) -> Kernel:
     """Returns the kernel of a call, in the layouts that its choice gives."""
-    match, cuts, symbolic = node.meta.get("match"), node.meta["choice"].cuts(expected=True), "dims" in node.meta
+    match, choice, symbolic, times = (
+        node.meta.get("match"),
+        node.meta["choice"],
+        "dims" in node.meta,
+        mesh.routing.expected,
+    )
     read, sbp = operands(node), node.meta["sbp"]
     values = [*(operand.meta["val"] for operand in read), *flat_outputs(node.meta["val"])]
     layouts = [*map(layout_at, read), *(sbp if isinstance(sbp, tuple) else (sbp,))]
-    tensors = tuple(
-        (v.element_size(), tuple(v.shape), tuple(layout.shared(dim) for dim in range(v.dim())))
-        for v, layout in zip(values, layouts)
-        if isinstance(v, torch.Tensor)
-    )
+    shards = [(v, layout) for v, layout in zip(values, layouts) if isinstance(v, torch.Tensor)]
+    tensors = tuple((v.element_size(), *layout.busiest(v.shape, mesh.sizes, times)) for v, layout in shards)
     dims: tuple[tuple[Any, ...], ...] = ()
     if symbolic:
         each = [*map(dims_at, read), *node.meta["dims"]]
-        dims = tuple(symbols for symbols, v in zip(each, values) if isinstance(v, torch.Tensor))
+        named = [symbols for symbols, v in zip(each, values) if isinstance(v, torch.Tensor)]
+        dims = tuple(layout.busiest(symbols, mesh.sizes, times)[0] for symbols, (_, layout) in zip(named, shards))
     if match is None:  # one flop per element of the first output
         first = values[len(read)]
         shape = tuple(first.shape) if isinstance(first, torch.Tensor) else (0,)
         factors = tuple((str(dim), size, ()) for dim, size in enumerate(shape))
         dims = (node.meta["dims"][0], *dims) if symbolic else ()
         return Kernel("", factors, tensors, False, lambda local: math.prod(local.values()), dims)
-    factors = tuple((factor, size, cuts.get(factor, ())) for factor, size in match.sizes.items())
-    dims = (tuple(node.meta["factors"][factor] for factor in match.sizes), *dims) if symbolic else ()
-    return Kernel(str(match.op), factors, tensors, match.view, match.flops, dims, match.shape)
+    factors = tuple((factor, *choice.busiest(factor, size, mesh.sizes, times)) for factor, size in match.sizes.items())
+    if symbolic:
+        sizes = ((factor, node.meta["factors"][factor]) for factor in match.sizes)
+        dims = (tuple(choice.busiest(*each, mesh.sizes, times)[0] for each in sizes), *dims)
+    if choice.sharing and match.op in MESSAGE:
+        (itemsize, *about), *rest = tensors[1:]
+        tensors = (tensors[0], ((1 + SCANS) * itemsize, *about), *rest)
+    alone = float(match.flops(match.sizes)) if choice.sharing else None
+    return Kernel(str(match.op), factors, tensors, match.view, match.flops, dims, match.shape, alone)
 
 
 def sum_kernel(node: Node) -> Kernel:
@@ -110,7 +122,7 @@ def replicated(boxed: GraphModule, mesh: Mesh) -> tuple[str, ...]:
 
 def replicated_line(op: str, nodes: Sequence[Node], mesh: Mesh) -> str:
     """Returns the line for the calls of one op. A boxing that several of them read is counted once."""
-    compute, *_ = compute_totals(Counter(map(kernel_of, nodes)), mesh)
+    compute, *_ = compute_totals(Counter(kernel_of(node, mesh) for node in nodes), mesh)
     values = [value for node in nodes for value in flat_outputs(node.meta["val"]) if isinstance(value, torch.Tensor)]
     size = sum(value.numel() * value.element_size() for value in values)
     steps: dict[Node, None] = {}
@@ -135,7 +147,7 @@ def transfer_of(node: Node) -> Transfer:
     return Transfer(node.meta["step"], tuple(value.shape), value.element_size(), dims_at(node))
 
 
-def dispatch_of(node: Node) -> Transfer | None:
+def dispatch_of(node: Node, mesh: Mesh) -> Transfer | None:
     """Returns what a call sends to the ranks that share out rows, None for any other call."""
     axes = node.meta["choice"].sharing
     if not axes or node.target not in MESSAGE:
@@ -143,7 +155,10 @@ def dispatch_of(node: Node) -> Transfer | None:
     values = [*operands(node), node]
     x, message = values[0], values[MESSAGE[node.target]]
     step = Step(DISPATCH, axes, layout_at(x), node.meta["sbp"])
-    return Transfer(step, tuple(message.meta["val"].shape), message.meta["val"].element_size(), dims_at(message))
+    sized = partial(layout_at(message).busiest, sizes=mesh.sizes, times=mesh.routing.expected)
+    return Transfer(
+        step, sized(message.meta["val"].shape)[0], message.meta["val"].element_size(), sized(dims_at(message))[0]
+    )
 
 
 def layout_at(node: Node) -> Layout:
@@ -158,7 +173,7 @@ def compute_totals(kernels: Mapping[Kernel, int], mesh: Mesh) -> tuple[float, fl
     seconds = flops = one_device = 0.0
     for kernel, count in kernels.items():
         local, *about = kernel_work(kernel, mesh.sizes)
-        whole, *_ = kernel_work(kernel, (1,) * len(mesh.sizes))
+        whole = kernel_work(kernel, (1,) * len(mesh.sizes))[0] if kernel.alone is None else kernel.alone
         flops, one_device = flops + count * local, one_device + count * whole
         if not kernel.free:
             seconds += count * float(mesh.cluster.kernel_seconds(kernel.op, local, *about))

@@ -26,6 +26,7 @@ from sbpc.graph.about import is_boxing
 from sbpc.graph.operands import is_sum, nodes_in, operands, value_of
 from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.routing import ANY
 from sbpc.plans.written_calls import written
 
 CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
@@ -44,7 +45,7 @@ def sizes_of(node: Node, mesh: Mesh) -> list[int]:
     value, sbp = node.meta.get("val"), node.meta.get("sbp")
     pairs = zip(value, sbp) if isinstance(value, (tuple, list)) and isinstance(sbp, tuple) else [(value, sbp)]
     return [
-        shard_bytes(layout, v.shape, v.dtype, mesh.sizes)
+        shard_bytes(layout, v.shape, v.dtype, mesh.sizes, mesh.routing.most)
         if isinstance(v, torch.Tensor) and isinstance(layout, Layout)
         else 0
         for v, layout in pairs
@@ -52,9 +53,11 @@ def sizes_of(node: Node, mesh: Mesh) -> list[int]:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def shard_bytes(layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, sizes: tuple[int, ...]) -> int:
-    """Returns the bytes of the largest shard of a tensor."""
-    return dtype.itemsize * int(numel(shape, [layout.cuts.get(dim, ()) for dim in range(len(shape))], sizes))
+def shard_bytes(
+    layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, sizes: tuple[int, ...], most: float = ANY
+) -> int:
+    """Returns the bytes of the largest shard of a tensor. most: times the mean, of rows that are shared out."""
+    return dtype.itemsize * int(numel(*layout.busiest(shape, sizes, most), sizes))
 
 
 @dataclass

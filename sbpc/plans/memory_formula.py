@@ -129,5 +129,6 @@ def boxed_bytes(node: Node, size: int, mesh: Mesh, sizes: Sizes) -> Any:
 
 def local(value: Tensor, layout: Layout, mesh: Mesh, sizes: Sizes | None = None, dims: Sequence[Any] = ()) -> Any:
     """Returns the elements of a tensor on the busiest rank: a number, or a formula in the symbols of axes."""
-    cuts = [layout.cuts.get(dim, ()) for dim in range(value.dim())]
-    return numel(value.shape, cuts, mesh.sizes, sizes, dims)
+    shape, cuts = layout.busiest(value.shape, mesh.sizes, mesh.routing.most)
+    named, _ = layout.busiest(dims, mesh.sizes, mesh.routing.most)
+    return numel(shape, cuts, mesh.sizes, sizes, named)

@@ -11,6 +11,7 @@ from typing import Any
 from sbpc.graph.about import EXCHANGE, FLOAT32
 from sbpc.mesh.collectives import EIGHT_BITS
 from sbpc.mesh.layout import Layout
+from sbpc.mesh.routing import ANY, Routing
 
 Layouts = Sequence[str | Layout | None] | None  # one layout per tensor, None for whole
 OPTIMIZER_STATE: dict[str | None, int] = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, None: 0}
@@ -20,6 +21,7 @@ AS_COMPUTED = "as computed"
 REDUCTIONS = FLOAT32, EXCHANGE, AS_COMPUTED, *EIGHT_BITS
 AS_STORED = "as stored"
 GATHERED = AS_STORED, *EIGHT_BITS
+ERROR, DROP = OVERFLOWS = "error", "drop"
 NONE, SELECTIVE, FULL, AUTO = RECOMPUTE = "none", "selective", "full", "auto"
 
 
@@ -33,10 +35,10 @@ class Options:
     """What a plan was asked for, and what it knows of the step: that it trains, the name and the modes of the model,
     what it was drawn from. `help(sbpc.plan)` tells of each keyword.
 
-    loss: which result is the loss, if one is. baseline: the expert that is followed. forms: by block what its backward
-    computes again, where that is not what `recompute` says. dtype: name of the autocast type. eval: modules in eval
-    mode. left_out: entries of a state dict that the model leaves out. guards: see `sbpc.graph.guards`. Layouts are
-    texts.
+    most: times the mean, the rows of experts that a rank has at most, None for any. loss: which result is the loss, if
+    one is. baseline: the expert that is followed. forms: by block what its backward computes again, where that is not
+    what `recompute` says. dtype: name of the autocast type. eval: modules in eval mode. left_out: entries of a state
+    dict that the model leaves out. guards: see `sbpc.graph.guards`. Layouts are texts.
     """
 
     optimizer: str | None = option(
@@ -171,8 +173,27 @@ class Options:
         "`state_dict()` gives copies in the model's types, and `load_state_dict` takes either. None is True for a step "
         "that trains with an optimizer. A plan of an evaluation needs none beside one with masters.",
     )
+    capacity: float | None = option(
+        None,
+        "rows of experts that a rank has at most where ranks share them out by their experts, as a multiple of the "
+        "mean: 1.25 is a quarter more. Memory is counted so. None is as many as there are: memory is then enough for "
+        "any routing.",
+    )
+    overflow: str = option(
+        ERROR,
+        'what is done with rows beyond `capacity`: "error", every rank stops with a RoutingError that tells the '
+        'counts; or "drop", each expert takes capacity times the mean of all experts at most, the first ones of the '
+        "batch, and adds nothing to the tokens of others (Lepikhin et al. 2020, GShard): the numbers are others then, "
+        "the same on any mesh.",
+    )
+    routing: float = option(
+        1.0,
+        "rows of experts of the busiest rank that prices expect, as a multiple of the mean: 1 is even. "
+        "`sbpc run --trace` tells what it was. Memory does not follow from it, see `capacity`.",
+    )
     baseline: str | None = None
     forms: Mapping[str, str] | None = None
+    most: float | None = None
     train: bool = True
     model: str = "model"
     dtype: str | None = None
@@ -199,6 +220,11 @@ class Options:
     def overlaps(self) -> bool:
         """Whether collectives run beside computing."""
         return self.objective == SECONDS
+
+    @property
+    def routed(self) -> Routing:
+        """How uneven shares of rows of experts may be."""
+        return Routing(self.routing, ANY if self.most is None else self.most)
 
     @property
     def copies(self) -> int:

@@ -343,7 +343,8 @@ class Decoder:
 
     def mesh(self) -> Mesh:
         """Returns the mesh with its cluster."""
-        return Mesh(cluster=Cluster.of(self.body["cluster"], "its cluster"), **dict(self.body["mesh"]))
+        mesh = Mesh(cluster=Cluster.of(self.body["cluster"], "its cluster"), **dict(self.body["mesh"]))
+        return mesh.like(mesh.cluster, self.options().routed)
 
     def layouts(self, key: str) -> list[Layout | None]:
         """Returns the layouts that `encode_layouts` gave."""

@@ -123,7 +123,7 @@ def step_work(step: Any, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> W
 
 def kernel_work_of(node: Node, mesh: Mesh) -> Work:
     """Returns what one kernel occupies. Where it sends rows to the ranks of their groups, nothing goes on beside."""
-    kernel, sent = kernel_of(node), dispatch_of(node)
+    kernel, sent = kernel_of(node, mesh), dispatch_of(node, mesh)
     if kernel.free:
         return NOTHING
     seconds = 0.0 if sent is None else step_cost(sent.step, sent.shape, sent.itemsize, mesh)[0]

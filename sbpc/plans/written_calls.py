@@ -11,9 +11,9 @@ from torch.fx.node import map_arg
 
 from sbpc._compat import storage_of
 from sbpc.graph.operands import leaves, operands
+from sbpc.mesh.layout import chunk
 from sbpc.mesh.mesh import Mesh
 from sbpc.rules.binding import flat_outputs
-from sbpc.rules.choices import local_sizes
 from sbpc.rules.match import Match, Sharing
 
 Calls = tuple[list[tuple[list[int], list[int]]], list[int]]  # by call what it reads and bytes it makes, and results
@@ -29,11 +29,18 @@ def written(node: Node, mesh: Mesh) -> Calls | None:
         return None
     shifted = sorted(match.shifts & choice.cuts().keys())
     origin, given = (0,) * len(mesh.sizes), operands(node)
-    shards = [(x.meta["val"].dtype, x.meta["sbp"].local_shape(x.meta["val"].shape, mesh.sizes, origin)) for x in given]
-    local = local_sizes(match.sizes.items(), node.meta["choice"], mesh.sizes, origin)
-    key = id(match), *shards, *local.items(), *shifted, choice.sharing
+    most = mesh.routing.most
+    held = [x.meta["sbp"].busiest(x.meta["val"].shape, mesh.sizes, most) for x in given]
+    shards = [
+        (x.meta["val"].dtype, tuple(chunk(*each, mesh.sizes, origin)[1] for each in zip(*sized)))
+        for x, sized in zip(given, held)
+    ]
+    sizes = {f: choice.busiest(f, size, mesh.sizes, most) for f, size in match.sizes.items()}
+    local = {factor: chunk(*each, mesh.sizes, origin)[1] for factor, each in sizes.items()}
+    key = id(match), *shards, *local.items(), *shifted, choice.sharing, most
     rank = torch.zeros(1, dtype=torch.int64, device="meta")
-    sharing = Sharing(tuple(mesh.sizes[axis] for axis in choice.sharing), rank, "") if choice.sharing else None
+    ranks = tuple(mesh.sizes[axis] for axis in choice.sharing)
+    sharing = Sharing(ranks, rank, "", most) if choice.sharing else None
     if key not in WRITTEN:
         made = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in shards]
         WRITTEN[key] = match, calls_of_op(node, made, local, shifted, sharing)

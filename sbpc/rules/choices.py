@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from sbpc.mesh.layout import Layout, chunk
+from sbpc.mesh.routing import ANY, stretched
 from sbpc.mesh.states import Axes, B, Names, Numbers, Shape, Split, State, chunk_sizes
 from sbpc.rules import Match, Phases, Signature
 
@@ -18,15 +21,22 @@ class Choice:
     signatures: tuple[Signature, ...]
     order: Axes
 
-    def cuts(self, expected: bool = False) -> dict[str, Axes]:
-        """By factor: the numbers of the axes that split it, first cut first. expected: or that share out its rows."""
+    def cuts(self) -> dict[str, Axes]:
+        """By factor: the numbers of the axes that split it, first cut first."""
         found: dict[str, Axes] = {}
         for axis in self.order:
-            signature = self.signatures[axis]
-            for factor in (signature.factor, signature.ragged if expected else None):
-                if factor is not None:
-                    found[factor] = (*found.get(factor, ()), axis)
+            if (factor := self.signatures[axis].factor) is not None:
+                found[factor] = (*found.get(factor, ()), axis)
         return found
+
+    def busiest(self, factor: str, size: Any, sizes: Numbers, times: float) -> tuple[Any, Axes]:
+        """A size, and the axes that cut it, of which the largest part is what the busiest rank has of a factor: where
+        its rows are shared out by their groups `times` the mean."""
+        axes = tuple(axis for axis, signature in enumerate(self.signatures) if signature.ragged == factor)
+        cuts = self.cuts().get(factor, ())
+        if not axes or times == ANY:
+            return size, cuts
+        return stretched(size, math.prod(sizes[axis] for axis in axes), times), (*cuts, *axes)
 
     @property
     def sharing(self) -> Axes:

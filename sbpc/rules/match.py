@@ -18,6 +18,7 @@ from sbpc._compat import OpOverload
 from sbpc.graph.operands import named_arguments, with_arguments
 from sbpc.mesh.kernels import WIDTHS, Attention, Convolution, Product, Shape
 from sbpc.mesh.layout import chunk
+from sbpc.mesh.routing import ANY
 from sbpc.mesh.states import Ints, Names, State
 from sbpc.rules.binding import Bound, Signature, base
 from sbpc.rules.grammar import Rule
@@ -249,11 +250,14 @@ class Match:
 @dataclass(frozen=True)
 class Sharing:
     """The ranks that share out rows by their groups, on neighbouring axes of these sizes. rank: of this one among them,
-    int64 [1]. group: what they are called."""
+    int64 [1]. group: what they are called. most: the multiple of the mean that a rank has at most, beyond which it
+    is an error. where: who has these rows."""
 
     sizes: Ints
     rank: Any
     group: str
+    most: float = ANY
+    where: str = ""
 
     def ends(self, size: int) -> list[int]:
         """Where the chunk of each rank ends of a dim that the axes cut, one after the other."""

@@ -45,6 +45,7 @@ PRODUCTS: dict[str, Pair] = {
     GROUPED[2, 2]: ((R(1), R(0), B), S(0), "g", "m"),
     GROUPED[2, 3]: ((R(0), S(0), B), R(0), "g", "m"),
 }
+BY_PLACE: dict[object, int] = {GATHER: 3, SCATTER: 4}  # which argument it is
 MOVES: dict[tuple[object, bool], Pair] = {  # by op and by_place
     (GATHER, True): ((S(0), B, B), R(0), "v", "i"),
     (GATHER, False): ((R(0), B, B), S(0), "i", "v"),
@@ -56,7 +57,7 @@ MOVES: dict[tuple[object, bool], Pair] = {  # by op and by_place
 def pair_of(node: Node, match: Match) -> Pair | None:
     """Returns the signature of an op that knows where groups end."""
     if node.target in (GATHER, SCATTER):
-        return MOVES[node.target, bool(node.args[-1])]
+        return MOVES[node.target, bool(node.args[BY_PLACE[node.target]])]
     return PRODUCTS.get(match.rule.text)
 
 

@@ -44,12 +44,15 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def attend(self, x: Tensor) -> Tensor:
         batch, seq, _ = x.shape
         # q, k and v head by head: who cuts the rows of qkv cuts the heads, whatever their number is on a rank
-        q, k, v = self.qkv(self.norm1(x)).view(batch, seq, -1, 3, self.size).permute(3, 0, 2, 1, 4)
+        q, k, v = self.qkv(x).view(batch, seq, -1, 3, self.size).permute(3, 0, 2, 1, 4)
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(heads.transpose(1, 2).reshape(batch, seq, -1))
+        return self.out(heads.transpose(1, 2).reshape(batch, seq, -1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.norm1(x))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -87,9 +90,14 @@ class VGG(nn.Module):
         return self.classifier(self.features(images))
 
 
+NETS: dict[str, Callable[..., tuple[nn.Module, tuple[Tensor, Tensor]]]] = {}  # those of other files
+
+
 def build(net: str, **sizes: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """A net, "gpt" or "vgg", and its whole batch (inputs, targets), the same on every rank."""
+    """A net, "gpt", "vgg" or one of NETS, and its whole batch (inputs, targets), the same on every rank."""
     torch.manual_seed(0)
+    if net in NETS:
+        return NETS[net](**sizes)
     if net == "vgg":
         given = VGG_SIZES | sizes
         batch = given.pop("batch")

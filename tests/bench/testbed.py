@@ -9,6 +9,8 @@ On four hosts of 200 Mbit/s `sbpc profile` writes a cluster file. With it:
 - gpt, gpt2, vgg: what sbpc takes for a step of training, and what PyTorch's own strategies take; see `VERSUS`. Of sbpc's best plan also
   the share of what can be hidden that is hidden.
 - loop: the same in micro-batches, gradients communicated once a step.
+- experts: what sbpc takes for a step of a GPT with experts, with and without sharing out their rows (the state R), and what PyTorch's
+  expert parallelism takes.
 - eight: what sbpc takes for a step of training with gradients sent in float32, and in 8 bits (reduce="int8").
 
 Steps are measured in turns in one run; a figure is a median over rounds, of the slowest rank.
@@ -28,6 +30,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -39,10 +42,11 @@ from sbpc import Cluster, Mesh, Plan
 from sbpc.cli.commands.profile import print_cluster
 from sbpc.graph.about import FLOAT32
 from sbpc.mesh.collectives import INT8
+from sbpc.passes import annotate
 from sbpc.plans.timeline import COMPUTE, timeline
 from sbpc.runtime.executors import EXECUTORS
 from sbpc.runtime.start import process_groups as groups
-from tests.bench import by_hand
+from tests.bench import by_hand, experts_by_hand  # noqa: F401 - which adds a net and a strategy
 from tests.bench.bed import Bed, missing
 from tests.bench.plans_to_measure import build, random_plans, ten_plans
 from tests.bench.ranks import everyone, in_turns, sent
@@ -53,7 +57,8 @@ PREDICTED: dict[str, Callable[[Cluster, int], dict[str, Plan]]] = {
     "steps": ten_plans,
     "draws": random_plans,
 }
-LOOP, PIPELINE, STAGED, EIGHT = "loop", "pipeline", "sbpc, stages", "eight"
+LOOP, PIPELINE, STAGED, EIGHT, EXPERTS = "loop", "pipeline", "sbpc, stages", "eight", "experts"
+WITHOUT = ", without R"
 # net, its sizes, strategies with their micro-batches
 VERSUS: dict[str, tuple[str, dict[str, int], list[tuple[str, int]]]] = {
     LOOP: ("gpt", {"batch": 64}, [("ddp", 4), ("zero2", 4), ("tp x dp", 4)]),
@@ -61,6 +66,7 @@ VERSUS: dict[str, tuple[str, dict[str, int], list[tuple[str, int]]]] = {
     "gpt2": ("gpt", {"batch": 32, "layers": 2}, [("ddp", 1), ("zero2", 1), ("tp x dp", 1)]),
     "vgg": ("vgg", {}, [("ddp", 1), ("zero2", 1), ("hybrid", 1)]),
     EIGHT: ("gpt", {}, []),
+    EXPERTS: ("experts", {}, [("ep", 1)]),
 }
 PARTS = *PREDICTED, *VERSUS
 # in 4 micro-batches
@@ -239,6 +245,13 @@ def plans_of(part: str, cluster: Cluster) -> dict[str, Plan]:
             for title, mesh in meshes.items()
             for kind in (FLOAT32, INT8)
         }
+    if part == EXPERTS:
+        found = {}
+        for title, mesh in meshes.items():
+            found[f"sbpc, {title}"] = sbpc.plan(net, (inputs,), mesh, **about)
+            with mock.patch.object(annotate, "share_rows", lambda *_: None):
+                found[f"sbpc, {title}{WITHOUT}"] = sbpc.plan(net, (inputs,), mesh, **about)
+        return found
     plans: dict[str, Plan] = {
         f"sbpc, {title}": sbpc.plan(net, (inputs,), mesh, **about, microbatches=many) for title, mesh in meshes.items()
     }
@@ -268,6 +281,21 @@ def versus(part: str, plans: dict[str, Plan], found: dict[str, dict[str, float]]
     if part == EIGHT:
         least = {kind: min(seconds[name] for name in seconds if name.endswith(kind)) for kind in (FLOAT32, INT8)}
         print(f"  float32 / int8: {least[FLOAT32] / least[INT8]:.3f}", flush=True)
+        return rows
+    if part == EXPERTS:
+        best = {
+            alone: min(
+                (title for title in plans if title.endswith(WITHOUT) == alone),
+                key=lambda each: plans[each].cost.seconds,
+            )
+            for alone in (False, True)
+        }
+        ours = seconds[best[False]]
+        print(f"  without R / sbpc: {seconds[best[True]] / ours:.3f}  by hand / sbpc: {seconds['ep'] / ours:.3f}")
+        print(
+            f"  {best[False]}: predicted / measured - 1: {plans[best[False]].cost.step_seconds / ours - 1:+.1%}",
+            flush=True,
+        )
         return rows
     hand = min(value for title, value in seconds.items() if title not in plans and title != PIPELINE)
     ours = [title for title in plans if title not in (IN_ORDER, SERIAL, STAGED)]

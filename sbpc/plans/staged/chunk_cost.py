@@ -49,7 +49,7 @@ class ProgramCost:
         """Measures the program of some parts."""
         gm, mesh = chunk.program(which).gm, chunk.chunk.mesh
         events = timeline(gm, mesh)
-        kernels, again, transfers = kernels_and_transfers(gm.graph.nodes)
+        kernels, again, transfers = kernels_and_transfers(gm.graph.nodes, mesh)
         compute, flops, one_device = compute_totals(kernels, mesh)
         comm, sent = comm_totals(transfers, mesh)
         again_seconds, _, flops_again = compute_totals(again, mesh)

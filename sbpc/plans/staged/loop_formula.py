@@ -89,14 +89,14 @@ def terms(plan: Pipeline, chunks: Chunks, numbers: Mapping[str, int], largest: C
     takes most bytes.
     """
     m, kernels, transfers = symbol(M), dict[Kernel, Any](), dict[Transfer, Any]()
+    mesh = next(iter(chunks.values())).chunk.mesh
     for programs in chunks.values():
         for nodes, times in calls_of(plan, programs, m):
-            found, _, moved = kernels_and_transfers(nodes)
+            found, _, moved = kernels_and_transfers(nodes, mesh)
             add(kernels, found, times)
             add(transfers, moved, times)
         for node in programs.summed if plan.schedule != STEP else ():
             kernels[sum_kernel(node)] = kernels.get(sum_kernel(node), 0) + m - 1
-    mesh = next(iter(chunks.values())).chunk.mesh
     sending = [
         (each, times) for each, times in transfers.items() if wire(each.step, each.shape, each.itemsize, mesh.sizes)[0]
     ]

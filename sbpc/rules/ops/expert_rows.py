@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
 import torch
 
 from sbpc.graph.expert_rows import GATHER, SCATTER
+from sbpc.mesh.routing import ANY, most_rows
 from sbpc.rules.match import FREE, WRITTEN, Shard
 from sbpc.rules.registry import rule
 
@@ -17,9 +19,10 @@ own = torch.ops.sbpc
 
 def gathered(shard: Shard) -> Any:
     """The rows, of which each rank sends those that it has where rows are shared out."""
-    x, index, ends, _ = shard.given.values()
+    x, index, ends, *_ = shard.given.values()
     if shard.sharing is None:
         return shard.aten("index.Tensor", x, [index])
+    ends = within(shard, ends)
     rows, sent, _ = by_number(shard, index, ends)
     _, places, taken = by_place(shard, index, ends)
     moved = exchanged(shard, shard.aten("index_select", x, 0, rows), sent, taken)
@@ -28,14 +31,26 @@ def gathered(shard: Shard) -> Any:
 
 def scattered(shard: Shard) -> Any:
     """The sums, likewise. Values come from rank after rank, so that they are added in the order of their places."""
-    values, index, ends, size, _ = shard.given.values()
+    values, index, ends, size, *_ = shard.given.values()
     if shard.sharing is None:
         zeros = shard.aten("new_zeros", values, [size, *shard.shape()[1:]])
         return shard.aten("index_put", zeros, [index], values, True)
+    ends = within(shard, ends)
     order, _, sent = by_place(shard, index, ends)
     rows, taken, held = by_number(shard, index, ends)
     moved = exchanged(shard, shard.aten("index_select", values, 0, order), sent, taken)
     return shard.call(own.add_rows.default, moved, rows, held)
+
+
+def within(shard: Shard, ends: Any) -> Any:
+    """Where groups end, once no rank has more rows of them than it may."""
+    sharing, sizes = shard.sharing, shard.match.sizes
+    assert sharing is not None
+    if sharing.most == ANY:
+        return ends
+    size, ranks = sizes["i" if shard.given["by_place"] else "v"], math.prod(sharing.sizes)
+    most = most_rows(size, ranks, sharing.most)
+    return shard.call(own.rows_within.default, ends, sharing.ends(sizes["g"]), size, most, sharing.where)
 
 
 def by_place(shard: Shard, index: Any, ends: Any) -> tuple[Any, ...]:
@@ -47,7 +62,8 @@ def by_place(shard: Shard, index: Any, ends: Any) -> tuple[Any, ...]:
 
 def by_number(shard: Shard, index: Any, ends: Any) -> tuple[Any, ...]:
     """The rows that it holds, see `rows_by_number`; numbers of them by rank as a list."""
-    most = shard.match.sizes["i"]
+    most, copies = shard.match.sizes["i"], shard.given["copies"]
+    most = most if copies is None else min(most, copies * shard.local["v"])
     args = *about(shard, index, ends), most, shard.local["v"]
     rows, counts, held = results(shard, own.rows_by_number.default, *args)
     return rows, shard.call(own.row_counts.default, counts, most), held

@@ -1,0 +1,135 @@
+"""What is asked of a plan about rows of experts: how many a rank has at most, and what prices expect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sbpc
+from sbpc import Mesh, Plan
+from sbpc.errors import PlanError, RoutingError, SbpcError
+from sbpc.mesh.routing import ANY, most_rows, stretched
+from tests.processes import run_ranks
+from tests.routed import Routed, batch
+
+SHARED = {"experts*": "S(0)", "_grouped_mm": "R(0)"}
+
+
+def planned(mesh: Mesh, **options: Any) -> tuple[nn.Module, Plan]:
+    """A small mixture of experts, and a plan that shares out its rows."""
+    torch.manual_seed(0)
+    model = Routed().double()
+    pin = {name: f"[{', '.join([state] * len(mesh.axes))}]" for name, state in SHARED.items()}
+    return model, sbpc.plan(model, batch(), mesh, pin=pin, **options)
+
+
+def test_a_multiple_of_the_mean_is_taken_as_it_is_written_and_never_more_than_all() -> None:
+    assert [most_rows(96, 3, times) for times in (1.0, 1.1, 1.25, 3.0, 9.0, ANY)] == [32, 36, 40, 96, 96, 96]
+    assert stretched(10, 5, 1.1) == 11  # which 1.1 * 10 is above
+
+
+def at_worst(plan: Plan) -> int:
+    """The bytes that a step takes at most, without the state of the optimizer."""
+    return plan.cost.memory["total"] - plan.cost.memory["optimizer"]
+
+
+def test_memory_is_that_of_the_worst_routing() -> None:
+    model, plan = planned(Mesh(a=3))
+    run = sbpc.simulate(plan, model, batch("the last ones idle"))  # the experts that are left are those of one rank
+    assert run.peak_memory == pytest.approx(at_worst(plan), rel=0.05)
+
+
+def test_memory_within_a_capacity_is_that_of_the_worst_routing_within_it() -> None:
+    model, free = planned(Mesh(a=3))
+    model, plan = planned(Mesh(a=3), capacity=2)
+    run = sbpc.simulate(plan, model, batch("all to one"))  # whose rank has twice the mean
+    assert run.peak_memory == pytest.approx(at_worst(plan), rel=0.05)
+    assert at_worst(plan) < 0.8 * at_worst(free)
+    assert sbpc.simulate(free, model, batch("all to one")).outputs == run.outputs
+
+
+def test_every_row_beyond_the_capacity_is_an_error_that_tells_the_counts() -> None:
+    model, plan = planned(Mesh(a=3), capacity=1.25)
+    with pytest.raises(RoutingError) as found:
+        sbpc.simulate(plan, model, batch("the last ones idle"))
+    assert str(found.value).splitlines()[1:] == [
+        "  Rows by rank: 96, 0, 0.",
+        '  It needs capacity=3. Plan with that, or without capacity=, which fits any routing; or overflow="drop" leaves '
+        "out what is too much for an expert.",
+    ]
+    assert "rank 0 of 3 gets 96 of 96 rows of experts in" in str(found.value)
+    assert "experts   at most 1.25 times the mean of the rows is a rank's where" in str(plan)
+    assert str(plan.diff(planned(Mesh(a=3))[1])).count("capacity")
+
+
+def steps(path: str) -> tuple[dict[str, float], str]:
+    """What is measured of the routing of two steps on this rank, and what it says of one that the plan has no memory
+    for."""
+    from sbpc.runtime.step_trace import recorded
+
+    torch.manual_seed(0)
+    model = sbpc.parallelize(Routed().double(), sbpc.load(path))
+    with recorded(model) as recorder:
+        for routing in ("as it comes", "one idle"):
+            model.step(*batch(routing))
+    try:
+        model.step(*batch("the last ones idle"))
+    except RoutingError as error:
+        return recorder.busiest(), str(error)
+    return recorder.busiest(), "nothing"
+
+
+def test_what_was_routed_is_measured_and_every_rank_stops_beyond_the_capacity(tmp_path: Path) -> None:
+    model, plan = planned(Mesh(a=2, b=2), capacity=3)
+    plan.save(tmp_path / "routed.sbpc")
+    assert sbpc.load(tmp_path / "routed.sbpc").cost.memory == plan.cost.memory
+    found = run_ranks(steps, 4, str(tmp_path / "routed.sbpc"))
+    assert len(set(map(str, found))) == 1 and "Rows by rank: 96, 0, 0, 0" in found[0][1], found
+    shares = [busiest(model, routing) for routing in ("as it comes", "one idle")]
+    of_all, most = found[0][0].pop(""), found[0][0]
+    assert of_all == pytest.approx(sum(shares) / 2) and [*most.values()] == [pytest.approx(max(shares))] * len(most)
+
+
+def busiest(model: Routed, routing: str) -> float:
+    """The rows of the rank that has most, of four, as a multiple of the mean: the first has two experts."""
+    x, favour = batch(routing)
+    rows = (x + torch.nn.functional.gelu(model.first(x))).flatten(0, 1)
+    ids = (torch.softmax(model.router(rows) + favour, -1)).topk(model.chosen)[1]
+    return 4 * float(torch.bincount((ids.flatten() - 1).clamp(min=0), minlength=4).max() / ids.numel())
+
+
+def test_prices_follow_the_rows_that_are_expected() -> None:
+    costs = [planned(Mesh(a=3), routing=times)[1].cost for times in (1.0, 1.5, 3.0, 5.0)]
+    assert costs[0].flops < costs[1].flops < costs[2].flops == costs[3].flops  # all rows on one rank are the most
+    assert costs[0].seconds < costs[1].seconds < costs[2].seconds
+    assert len({cost.flops_one_device for cost in costs}) == len({str(cost.memory) for cost in costs}) == 1
+    for cost in costs:
+        assert cost.subs() == pytest.approx(cost.compute_seconds + cost.comm_seconds)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"capacity": 0.5}, "capacity is 0.5\n  It is a multiple of the mean, a number from 1 on."),
+        ({"capacity": "much"}, "capacity is 'much'\n  It is a multiple of the mean, a number from 1 on."),
+        ({"capacity": True}, "capacity is True\n  It is a multiple of the mean, a number from 1 on."),
+        ({"capacity": float("nan")}, "capacity is nan\n  It is a multiple of the mean, a number from 1 on."),
+        ({"routing": 0}, "routing is 0\n  It is a multiple of the mean, a number from 1 on."),
+        ({"overflow": "drop"}, "overflow='drop' without capacity=\n  Say how many rows are not too many."),
+        ({"capacity": 2, "overflow": "wait"}, "overflow is 'wait'\n  It is one of 'error', 'drop'."),
+    ],
+)
+def test_what_is_no_capacity_is_refused(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(SbpcError) as found:
+        sbpc.plan(Routed(), batch(), Mesh(a=2), **asked)
+    assert str(found.value) == message
+
+
+@pytest.mark.parametrize("asked", [{"capacity": 1.25}, {"routing": 1.5}])
+def test_a_step_without_experts_has_no_capacity(asked: dict[str, float]) -> None:
+    with pytest.raises(PlanError, match="of a step in which no rows of experts were found\n  Leave it out"):
+        sbpc.plan(nn.Linear(4, 4), (torch.zeros(4, 4),), Mesh(a=2), **asked)
