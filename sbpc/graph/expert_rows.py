@@ -20,6 +20,7 @@ from sbpc.graph.random_bits import LIBRARY
 LIBRARY.define("gather_rows(Tensor x, Tensor index, Tensor ends, bool by_place) -> Tensor")
 LIBRARY.define("scatter_rows(Tensor values, Tensor index, Tensor ends, int size, bool by_place) -> Tensor")
 LIBRARY.define("add_rows(Tensor values, Tensor rows, Tensor held) -> Tensor")
+LIBRARY.define("row_count(Tensor x, int dim) -> int")
 LIBRARY.define("row_counts(Tensor counts, int most) -> int[]")
 ABOUT = "Tensor index, Tensor ends, Tensor rank, int[] groups, int[] chunks, bool by_place, int size, int most"
 LIBRARY.define(f"rows_by_place({ABOUT}) -> (Tensor, Tensor, Tensor)")
@@ -39,6 +40,11 @@ def scatter_rows(values: Tensor, index: Tensor, ends: Tensor, size: int, by_plac
 def add_rows(values: Tensor, rows: Tensor, held: Tensor) -> Tensor:
     """As many rows as `held` has elements, each the sum of the values for it."""
     return values.new_zeros([len(held), *values.shape[1:]]).index_add_(0, rows, values)
+
+
+def row_count(x: Tensor, dim: int) -> int:
+    """How many rows stand on a dim."""
+    return x.shape[dim]
 
 
 def row_counts(counts: Tensor, most: int) -> list[int]:
@@ -121,10 +127,10 @@ def rows_by_number(
     return found.number[ours] - first, torch.bincount(found.of_place[ours], minlength=len(groups)), marks
 
 
-for function in (add_rows, gather_rows, row_counts, rows_by_number, rows_by_place, scatter_rows):
+for function in (add_rows, gather_rows, row_count, row_counts, rows_by_number, rows_by_place, scatter_rows):
     LIBRARY.impl(function.__name__, function, "CompositeExplicitAutograd")
 for function in (gather_rows, scatter_rows):
     torch.library.register_fake(f"sbpc::{function.__name__}", function, lib=LIBRARY)
 GATHER, SCATTER = torch.ops.sbpc.gather_rows.default, torch.ops.sbpc.scatter_rows.default
-COUNTS = torch.ops.sbpc.row_counts.default
+COUNT, COUNTS = torch.ops.sbpc.row_count.default, torch.ops.sbpc.row_counts.default
 MESSAGE = {GATHER: 3, SCATTER: 0}  # which of the operands and the result is sent where rows are shared out

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from sbpc._compat import OpOverload
 from sbpc.errors import VerifyError
-from sbpc.graph.expert_rows import COUNTS
+from sbpc.graph.expert_rows import COUNT, COUNTS
 from sbpc.graph.operands import hashable, leaves, named_arguments
 from sbpc.graph.ports import results
 from sbpc.plans.program_check import ShapeCheck
@@ -38,7 +38,7 @@ UNRULED = frozenset({
     "linalg_solve_triangular", "masked_scatter", "median", "nanmedian", "resolve_conj", "scatter", "scatter_add",
     "scatter_reduce", "slice_copy", "view.dtype",
 })  # fmt: skip
-OF_ROWS = frozenset(("add_rows", "row_counts", "rows_by_number", "rows_by_place"))  # sbpc's own, likewise
+OF_ROWS = frozenset(("add_rows", "row_count", "row_counts", "rows_by_number", "rows_by_place"))  # sbpc's own, likewise
 # the backward of a pooling, which trusts its indices and the shape of its gradient, and how many dims it pools
 POOLED = {
     "_adaptive_avg_pool3d_backward": 3, "adaptive_max_pool2d_backward": 2, "adaptive_max_pool3d_backward": 3,
@@ -55,7 +55,7 @@ MOVING = frozenset({  # what these give holds nothing but elements of their oper
 def may_call(op: OpOverload) -> bool:
     """Returns whether a file may name an op: it has a rule or is listed, makes tensors, and writes into none."""
     schema = op._schema
-    made = any("Tensor" in str(result.type) for result in schema.returns) or op is COUNTS
+    made = any("Tensor" in str(result.type) for result in schema.returns) or op in (COUNT, COUNTS)
     return made and not schema.is_mutable and (row(op) is not None or name_of(op) in UNRULED | OF_ROWS)
 
 

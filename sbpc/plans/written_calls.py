@@ -33,7 +33,10 @@ def written(node: Node, mesh: Mesh) -> Calls | None:
     local = local_sizes(match.sizes.items(), node.meta["choice"], mesh.sizes, origin)
     key = id(match), *shards, *local.items(), *shifted, choice.sharing
     rank = torch.zeros(1, dtype=torch.int64, device="meta")
-    sharing = Sharing(tuple(mesh.sizes[axis] for axis in choice.sharing), rank, "") if choice.sharing else None
+    sharing = None
+    if choice.sharing:
+        rows = choice.signatures[choice.sharing[0]].ragged
+        sharing = Sharing(tuple(mesh.sizes[axis] for axis in choice.sharing), rank, "", rows)
     if key not in WRITTEN:
         made = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in shards]
         WRITTEN[key] = match, calls_of_op(node, made, local, shifted, sharing)
