@@ -24,7 +24,7 @@ from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import chunk_sizes
 from sbpc.plans.timeline import is_awaited
-from sbpc.rules.choices import local_sizes
+from sbpc.rules.choices import Choice, local_sizes
 from sbpc.rules.match import Sharing
 
 aten = torch.ops.aten
@@ -126,19 +126,20 @@ class Localizer(Copies):
         args, kwargs = map_arg((node.args, dict(node.kwargs)), read)
         shifted = {factor: axes for factor, axes in choice.cuts().items() if factor in match.shifts}
         offsets = {factor: self.offset(match.sizes[factor], axes) for factor, axes in shifted.items()}
-        made = match.localize(self.call, args, kwargs, local, offsets, self.sharing(choice.sharing, node))
+        made = match.localize(self.call, args, kwargs, local, offsets, self.sharing(choice, node))
         return self.described(made, node) if isinstance(made, Node) else tuple(made)
 
-    def sharing(self, axes: tuple[int, ...], node: Node) -> Sharing | None:
-        """Returns the ranks that share out rows of a call over some axes."""
+    def sharing(self, choice: Choice, node: Node) -> Sharing | None:
+        """Returns the ranks that share out rows where a call is done so."""
+        axes = choice.sharing
         if not axes:
             return None
         sizes, rank = tuple(self.mesh.sizes[axis] for axis in axes), self.positions[axes[0]]
         for axis in axes[1:]:
             rank = self.call(aten.mul.Scalar, rank, self.mesh.sizes[axis])
             rank = self.call(aten.add.Tensor, rank, self.positions[axis])
-        where = str(node.meta.get("module") or node.name)
-        return Sharing(sizes, rank, self.mesh.group_name(axes), self.mesh.routing.most, where)
+        where, rows = str(node.meta.get("module") or node.name), choice.signatures[axes[0]].ragged
+        return Sharing(sizes, rank, self.mesh.group_name(axes), rows, self.mesh.routing.most, where)
 
     def replicated(self, node: Node) -> Node:
         """Writes an op without a rule. It may read strides."""

@@ -138,6 +138,15 @@ def gpt_oss(attention: str, layers: int) -> Model:
     return transformers.GptOssForCausalLM(config), tokens()
 
 
+def olmoe(attention: str, layers: int) -> Model:
+    """Norms of all queries and keys at once."""
+    sizes = {key: value for key, value in DECODER.items() if key != "head_dim"}
+    config = transformers.OlmoeConfig(
+        **sizes, num_hidden_layers=layers, num_experts=4, num_experts_per_tok=2, attn_implementation=attention,
+    )  # fmt: skip
+    return transformers.OlmoeForCausalLM(config), tokens()
+
+
 def with_default_experts(net: str) -> Model:
     """A model of one layer, with a mixture of experts as the library computes it by default."""
     if net == "mixtral":
@@ -149,5 +158,5 @@ MODELS: dict[str, Callable[[str, int], Model]] = {
     made.__name__: made for made in (gpt2, llama, qwen, bert, t5, vit, mixtral)
 }
 MIXTURES: dict[str, Callable[[str, int], Model]] = {
-    made.__name__: made for made in (mixtral, qwen_moe, deepseek, gpt_oss)
+    made.__name__: made for made in (mixtral, qwen_moe, deepseek, gpt_oss, olmoe)
 }

@@ -69,7 +69,7 @@ def program(
     given = map_aggregate(tuple(args), lambda x: graph.placeholder(next(names)) if isinstance(x, Tensor) else x)
     rank, first = graph.placeholder("rank"), graph.placeholder("first")
     offsets = {factor: first for factor in choice.cuts() if factor in matched.shifts}
-    sharing = Sharing(sizes, rank, "g")
+    sharing = Sharing(sizes, rank, "g", signature.ragged)
     made = matched.localize(lambda op, *a, **k: called(graph, op, a, k), given, {}, local, offsets, sharing)
     graph.output((made,))
     return GraphModule(torch.nn.Module(), graph), chunk(matched.sizes["g"], range(ranks), sizes, at)[0]
@@ -131,7 +131,7 @@ def test_products_of_groups_read_the_rows_of_their_groups(ends: str, dtype: torc
     end = torch.tensor(ENDS[ends], dtype=torch.int32)
     weights, rows, other = numbers(5, 8, 4).to(dtype), numbers(12, 8).to(dtype), numbers(12, 4).to(dtype)
     reads, sums = (pair for _, pair in sorted(PRODUCTS.items(), key=lambda item: item[1][1] == S(0)))
-    for ranks in (1, 2, 3, 5):
+    for ranks in (1, 2, 3, 4, 5, 7):  # of four and of seven some have no group
         if ends != "rows behind":  # which hold nothing
             proved(PRODUCT, (rows, weights, end), reads, (ranks,), end, one_by_one)
         proved(PRODUCT, (rows.T, other, end), sums, (ranks,), end, one_by_one)
@@ -152,6 +152,22 @@ def test_plans_that_share_out_rows_equal_one_device_whatever_the_routing(sizes: 
     assert sum(any(R(0) in states(node) for node in each.graph.graph.nodes) for each in drawn) > 1
     for each in drawn:
         assert largest_error(each, model, batch("one idle")) <= 1e-10
+
+
+@pytest.mark.parametrize("sizes", [{"a": 3}, {"a": 2, "b": 3}], ids=str)
+def test_ranks_without_experts_have_no_rows(sizes: dict[str, int]) -> None:
+    """Where they may not store weights that leave ranks without any, they are sent them split otherwise."""
+    torch.manual_seed(0)
+    model, mesh = Routed(experts=4).double(), Mesh(**sizes)
+    plan = sbpc.plan(model, of_four("as it comes"), mesh, pin={"_grouped_mm": f"[{', '.join(['R(0)'] * len(sizes))}]"})
+    for routing in ROUTINGS:
+        assert largest_error(plan, model, of_four(routing)) <= 1e-10, routing
+
+
+def of_four(routing: str) -> tuple[Tensor, Tensor]:
+    """A batch for four experts."""
+    x, favour = batch(routing)
+    return x, favour[:4]
 
 
 def train(path: str, executor: str) -> list[float]:

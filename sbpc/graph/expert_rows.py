@@ -24,6 +24,7 @@ MOVED = "bool by_place, int? copies=None"
 LIBRARY.define(f"gather_rows(Tensor x, Tensor index, Tensor ends, {MOVED}) -> Tensor")
 LIBRARY.define(f"scatter_rows(Tensor values, Tensor index, Tensor ends, int size, {MOVED}) -> Tensor")
 LIBRARY.define("add_rows(Tensor values, Tensor rows, Tensor held) -> Tensor")
+LIBRARY.define("row_count(Tensor x, int dim) -> int")
 LIBRARY.define("row_counts(Tensor counts, int most) -> int[]")
 LIBRARY.define("rows_within(Tensor ends, int[] groups, int size, int most, str where) -> Tensor")
 ABOUT = "Tensor index, Tensor ends, Tensor rank, int[] groups, int[] chunks, bool by_place, int size, int most"
@@ -71,6 +72,11 @@ def rows_by_rank(ends: Tensor, groups: Sequence[int], size: int) -> list[int]:
     """How many of so many rows each rank has. ends, groups: see `rows_within`."""
     last = torch.nn.functional.pad(ends, (1, 0))[torch.tensor(groups[:-1], device=ends.device)].tolist()
     return [end - start for start, end in itertools.pairwise([0, *last, size])]
+
+
+def row_count(x: Tensor, dim: int) -> int:
+    """How many rows stand on a dim."""
+    return x.shape[dim]
 
 
 def row_counts(counts: Tensor, most: int) -> list[int]:
@@ -152,12 +158,23 @@ def rows_by_number(
     return rows[ours] - first, torch.bincount(holders, minlength=len(groups)), marks
 
 
-for function in (add_rows, gather_rows, row_counts, rows_by_number, rows_by_place, rows_within, scatter_rows):
+OPS = (
+    add_rows,
+    gather_rows,
+    row_count,
+    row_counts,
+    rows_by_number,
+    rows_by_place,
+    rows_within,
+    scatter_rows,
+)
+for function in OPS:
     LIBRARY.impl(function.__name__, function, "CompositeExplicitAutograd")
 for function in (gather_rows, scatter_rows):
     torch.library.register_fake(f"sbpc::{function.__name__}", function, lib=LIBRARY)
 GATHER, SCATTER = torch.ops.sbpc.gather_rows.default, torch.ops.sbpc.scatter_rows.default
-COUNTS, PLACES = torch.ops.sbpc.row_counts.default, torch.ops.sbpc.rows_by_place.default
+COUNT, COUNTS = torch.ops.sbpc.row_count.default, torch.ops.sbpc.row_counts.default
+PLACES = torch.ops.sbpc.rows_by_place.default
 SHOWN = 64  # counts of a message
 SCANS = 10  # times that each rank reads the whole index, or writes as much, to tell which rows it sends to whom
 MESSAGE = {GATHER: 3, SCATTER: 0}  # which of the operands and the result is sent where rows are shared out

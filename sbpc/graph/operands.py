@@ -28,8 +28,8 @@ def nodes_in(value: Any) -> list[Node]:
     return found
 
 
-def leaves(value: Any, kind: type[T]) -> list[T]:
-    """What of a kind is inside nested arguments, in order."""
+def leaves(value: Any, kind: type[T] | tuple[type[T], ...]) -> list[T]:
+    """What of a kind, or of some, is inside nested arguments, in order."""
     found: list[T] = []
     map_aggregate(value, lambda item: found.append(item) if isinstance(item, kind) else None)
     return found

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from sbpc._compat import OpOverload
 from sbpc.errors import VerifyError
-from sbpc.graph.expert_rows import COUNTS
+from sbpc.graph.expert_rows import COUNT, COUNTS
 from sbpc.graph.operands import hashable, leaves, named_arguments
 from sbpc.graph.ports import results
 from sbpc.plans.program_check import ShapeCheck
@@ -39,7 +39,7 @@ UNRULED = frozenset({
     "scatter_reduce", "slice_copy", "view.dtype",
 })  # fmt: skip
 OF_ROWS = frozenset(
-    ("add_rows", "row_counts", "rows_by_number", "rows_by_place", "rows_within")
+    ("add_rows", "row_count", "row_counts", "rows_by_number", "rows_by_place", "rows_within")
 )  # sbpc's own, likewise
 # the backward of a pooling, which trusts its indices and the shape of its gradient, and how many dims it pools
 POOLED = {
@@ -57,7 +57,7 @@ MOVING = frozenset({  # what these give holds nothing but elements of their oper
 def may_call(op: OpOverload) -> bool:
     """Returns whether a file may name an op: it has a rule or is listed, makes tensors, and writes into none."""
     schema = op._schema
-    made = any("Tensor" in str(result.type) for result in schema.returns) or op is COUNTS
+    made = any("Tensor" in str(result.type) for result in schema.returns) or op in (COUNT, COUNTS)
     return made and not schema.is_mutable and (row(op) is not None or name_of(op) in UNRULED | OF_ROWS)
 
 

@@ -39,8 +39,10 @@ def written(node: Node, mesh: Mesh) -> Calls | None:
     local = {factor: chunk(*each, mesh.sizes, origin)[1] for factor, each in sizes.items()}
     key = id(match), *shards, *local.items(), *shifted, choice.sharing, most
     rank = torch.zeros(1, dtype=torch.int64, device="meta")
-    ranks = tuple(mesh.sizes[axis] for axis in choice.sharing)
-    sharing = Sharing(ranks, rank, "", most) if choice.sharing else None
+    sharing = None
+    if choice.sharing:
+        rows = choice.signatures[choice.sharing[0]].ragged
+        sharing = Sharing(tuple(mesh.sizes[axis] for axis in choice.sharing), rank, "", rows, most)
     if key not in WRITTEN:
         made = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in shards]
         WRITTEN[key] = match, calls_of_op(node, made, local, shifted, sharing)

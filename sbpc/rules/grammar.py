@@ -35,7 +35,9 @@ class Dim:
     star: bool = False
 
     def size(self, sizes: Mapping[str, Any]) -> Any:
-        """The number of elements at these factor sizes."""
+        """The number of elements at these factor sizes; that of one factor as it is, which may be a node of a graph."""
+        if self.literal == 1 and len(self.factors) == 1:
+            return sizes[self.factors[0]]
         return math.prod((sizes[factor] for factor in self.factors), start=self.literal)
 
 

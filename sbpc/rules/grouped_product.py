@@ -18,6 +18,8 @@ GROUPED = {  # by the number of dims of both operands; e and f: what 16 bytes ho
 def grouped_local(shard: Shard) -> Any:
     """A shard of the rows has its own ends of groups. Where groups are split, their rows are rolled to the front."""
     call, local, offsets, text = shard.aten, shard.local, shard.offsets, shard.match.rule.text
+    if not local["g"]:
+        return shard.zeros()  # no matrix is this rank's
     if text == GROUPED[3, 3]:
         return product(shard, shard.given)
     given, turned, sums = dict(shard.given), text == GROUPED[2, 2], text == GROUPED[2, 3]

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from sbpc._compat import OpOverload
-from sbpc.graph.operands import named_arguments, with_arguments
+from sbpc.graph.expert_rows import COUNT
+from sbpc.graph.operands import leaves, named_arguments, with_arguments
 from sbpc.mesh.kernels import WIDTHS, Attention, Convolution, Product, Shape
 from sbpc.mesh.layout import chunk
 from sbpc.mesh.routing import ANY
@@ -250,12 +252,13 @@ class Match:
 @dataclass(frozen=True)
 class Sharing:
     """The ranks that share out rows by their groups, on neighbouring axes of these sizes. rank: of this one among them,
-    int64 [1]. group: what they are called. most: the multiple of the mean that a rank has at most, beyond which it
-    is an error. where: who has these rows."""
+    int64 [1]. group: what they are called. rows: the factor of which each has as many as the data says. most: the
+    multiple of the mean that a rank has at most, beyond which it is an error. where: who has these rows."""
 
     sizes: Ints
     rank: Any
     group: str
+    rows: str | None = None
     most: float = ANY
     where: str = ""
 
@@ -283,13 +286,22 @@ class Shard:
         """The arguments by name, defaults included; integer arguments at global sizes."""
         return named_arguments(self.match.op, self.args, self.kwargs)
 
+    @cached_property
+    def counted(self) -> Mapping[str, Any]:
+        """The local sizes; of rows that ranks share out what a call counts as the program runs."""
+        rows = None if self.sharing is None else self.sharing.rows
+        values = zip(leaves((self.args, self.kwargs), (Node, Tensor)), self.match.bound.inputs)
+        places = [(x, at) for x, value in values for at, dim in enumerate(value.dims or ()) if dim.factors == (rows,)]
+        return {**self.local, rows: self.call(COUNT, *places[0])} if rows and places else self.local
+
     def aten(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """An op of ATen, by its name as in `overloads`."""
         return self.call(*overloads(name), *args, **kwargs)
 
     def plain(self, /, **changed: Any) -> Any:
         """The op itself, its integer arguments at local sizes, and with these arguments in the place of its own."""
-        integers = self.match.bound.integers(self.args, self.kwargs, self.local)
+        bound = self.match.bound
+        integers = bound.integers(self.args, self.kwargs, self.counted if bound.fills else self.local)
         args, kwargs = with_arguments(self.match.op, self.args, self.kwargs, integers | changed)
         return self.call(self.match.op, *args, **kwargs)
 
@@ -297,7 +309,7 @@ class Shard:
         """The local shape of output `at`."""
         dims = self.match.bound.outputs[at].dims
         assert dims is not None
-        return [dim.size(self.local) for dim in dims]
+        return [dim.size(self.counted) for dim in dims]
 
     def zeros(self) -> Any:
         """All outputs as zeros, in the dtype of the first argument."""

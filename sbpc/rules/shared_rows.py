@@ -21,12 +21,12 @@ from sbpc.mesh.states import B, Ragged, S, Split, State
 from sbpc.rules.binding import Signature
 from sbpc.rules.grouped_product import GROUPED
 from sbpc.rules.match import Match, overloads
-from sbpc.rules.ops.views import squeeze_dims
+from sbpc.rules.ops.views import reshaped, squeeze_dims
 
 ALIAS = torch.ops.aten.alias.default
 PRODUCT = torch.ops.aten._grouped_mm.default
 APART = GATHER, SCATTER, PRODUCT, *overloads("index.Tensor index_put")  # which tell of their rows otherwise, or not
-SIZELESS = None, squeeze_dims  # kernels that run on any number of rows
+SIZELESS = None, reshaped, squeeze_dims  # kernels that run on any number of rows
 R = Ragged
 Key = tuple[Node, int]  # a value: a node, and which of its outputs
 
@@ -83,10 +83,12 @@ def same(key: Key) -> Key:
 
 
 def row_factors(match: Match) -> set[str]:
-    """Returns the factors of which an op does the same to each place, whatever places there are."""
+    """Returns the factors of which an op does the same to each place, whatever places there are. Where it is told how
+    many there are, they are counted."""
     if match.entry.local not in SIZELESS or match.entry.source or match.rule.idx:
         return set()
-    sized = {factor for fill in match.bound.fills for dim in fill.dims for factor in dim.factors}
+    dims = [dim for fill in match.bound.fills for dim in fill.dims if dim.literal != 1 or len(dim.factors) > 1]
+    sized = {factor for dim in dims for factor in dim.factors}
     through = match.phases.factors if match.phases is not None else frozenset()
     return {s.factor for s in match.signatures if s.factor is not None} - sized - through
 

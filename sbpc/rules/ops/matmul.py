@@ -96,7 +96,7 @@ def two_per_point(m: Match) -> str:
     return " ".join(["2", *m.points])
 
 
-rule("_grouped_mm", grouped, flops=grouped_flops, local=grouped_local, nonempty="g m k n")
+rule("_grouped_mm", grouped, flops=grouped_flops, local=grouped_local, nonempty="m k n")
 rule("addmm", biased("m n", "m k, k n -> m n ; +k ; add(0) ; lin(0,1) ; lin(0,2)"), flops="2 m k n")
 BATCHED = "b m k, b k n -> b m n ; +k"
 rule("baddbmm", biased("b m n", f"{BATCHED} ; add(0) ; lin(0,1) ; lin(0,2)"), flops="2 b m k n")
