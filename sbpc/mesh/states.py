@@ -184,4 +184,9 @@ def whole(parts: list[Tensor], state: State) -> Tensor:
 
 def counted(x: Tensor) -> Tensor:
     """The numbers in a type with which torch counts: it hardly does with those of 8 bits."""
-    return x.float() if x.is_floating_point() and x.itemsize == 1 else x
+    return x.float() if of_8_bits(x.dtype) else x
+
+
+def of_8_bits(dtype: torch.dtype) -> bool:
+    """Whether numbers with a point have 8 bits: they are moved and multiplied, and not summed."""
+    return dtype.is_floating_point and dtype.itemsize == 1

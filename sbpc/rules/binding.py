@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sbpc.errors import RuleError
-from sbpc.mesh.states import B, P, Partial, Shape, Split, State
+from sbpc.mesh.states import B, P, Partial, Shape, Split, State, of_8_bits
 from sbpc.rules.grammar import Dim, Operand, Rule
 
 
@@ -227,7 +227,7 @@ def _allowed(bound: Bound, signature: Signature) -> bool:
 
 def sums(dtype: torch.dtype | None) -> bool:
     """Whether tensors of a type can be in P."""
-    return dtype is None or (dtype != torch.bool and not (dtype.is_floating_point and dtype.itemsize == 1))
+    return dtype is None or not (dtype == torch.bool or of_8_bits(dtype))
 
 
 # --- binding ----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+import sbpc.graph.product_shapes  # noqa: F401 - which tells torch what these ops give
+from sbpc.mesh.states import of_8_bits
 from sbpc.rules.grouped_product import GROUPED, grouped_local
 from sbpc.rules.match import Arguments, Call, Match, Shard, Write
 from sbpc.rules.ops.dims import joined
@@ -109,7 +111,7 @@ def scaled(given: Arguments, outputs: Any) -> tuple[str, dict[str, int]] | None:
         return None
     rows, columns = (joined("1" * scale.dim()) for scale in scales) if single else ("m 1", "1 (n f)")
     bias, added = ("_", "") if given["bias"] is None else ("(n f)", " ; add(4)")
-    summed = "fix k" if outputs.dtype.itemsize == 1 else f"+k{added}"
+    summed = "fix k" if of_8_bits(outputs.dtype) else f"+k{added}"
     text = f"m (k e), (k e) (n f), {rows}, {columns}, {bias} -> m (n f) ; {summed} ; fix e f"
     return text, {"e": math.gcd(k, 16), "f": math.gcd(n, 16)}
 
