@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import GraphModule
 
-from sbpc.errors import LayoutError, PinError, PlanError
+from sbpc.errors import LayoutError, PinError, PlanError, at_node
 from sbpc.graph.about import FLOAT32
 from sbpc.graph.no_gc import uncollected
 from sbpc.inspect.diff import diff
@@ -200,6 +200,8 @@ def finish(
     """
     in_order = options.in_order
 
+    check_types(gm, mesh)
+
     def layouts_at(weights: Weights) -> Space:
         other = weighted(mesh, weights)
         return Space(gm, other, wished.nodes, wished.outputs, like=space, part=weights[COMPUTE])
@@ -232,6 +234,20 @@ def finish(
             where = space.where_it_counts if some else None
             plan = choose(plan, options, layouts_at, () if ideal else schemes, made, where, rounds)
     return plan
+
+
+def check_types(gm: GraphModule, mesh: Mesh) -> None:
+    """Raises PlanError for a product of numbers that the devices of a mesh do not multiply."""
+    device = mesh.cluster.device
+    for node in gm.graph.nodes if device is not None else ():
+        match = node.meta.get("match")
+        if match is not None and match.product and device.lacks(match.kind):
+            name = repr(mesh.cluster.name)
+            what = f"%{node.name} is a product of {match.kind}, which the devices of cluster {name} do not multiply"
+            todo = (
+                f"Train there in bfloat16; where {name} was measured before it told of {match.kind}, measure it anew."
+            )
+            raise PlanError(at_node(what, node, todo))
 
 
 def few_calls(gm: GraphModule) -> bool:

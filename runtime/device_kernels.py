@@ -58,6 +58,8 @@ def placed(gm: GraphModule, where: torch.device) -> GraphModule:
 def type_of(node: Node) -> torch.dtype | None:
     """Returns the type of what a collective sends: that of the last value before it of which a plan knows, if any."""
     while node.meta.get("val") is None and node.all_input_nodes:
+        if node.target is aten.view.dtype:
+            return node.args[1]  # type: ignore[return-value]
         node = node.all_input_nodes[0]
     return getattr(node.meta.get("val"), "dtype", None)
 

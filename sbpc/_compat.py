@@ -166,37 +166,15 @@ def quiet_fakes() -> Iterator[None]:
         log.disabled = before
 
 
-def shape_of_grouped_mm(
-    x: Tensor, weights: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    """What `aten._grouped_mm` gives, without values: as torch's own shape function, but of any floating-point type.
-
-    Torch's refuses all types but bfloat16, while its kernels also take float32 and float16.
-    """
-    sides, shapes = (x.dim(), weights.dim()), f"{list(x.shape)} and {list(weights.shape)}"
-    strides = [sorted(side.stride(dim) * side.element_size() for dim in (-2, -1)) for side in (x, weights)]
-    checks = {
-        f"its operands {shapes} have not 2 or 3 dims": {*sides} <= {2, 3},
-        f"it multiplies {x.dtype} and {weights.dtype}": x.is_floating_point() and x.dtype == weights.dtype,
-        "it takes ends of groups unless both operands have 3 dims": (offs is None) == (sides == (3, 3)),
-        "it takes no bias yet": bias is None,
-        f"{shapes} do not go together": sides == (2, 2) or x.shape[-1] == weights.shape[-2],
-        f"a multiple of 16 bytes has to lie between rows: {strides[0][1]} and {strides[1][1]} do": all(
-            near == x.element_size() and far % 16 == 0 for near, far in strides
-        ),
-    }
-    for problem, right in checks.items():
-        if not right:
-            raise RuntimeError(f"grouped_mm: {problem}")
-    groups = {(2, 2): () if offs is None else offs.shape, (3, 3): x.shape[:1]}.get(sides, ())
-    return x.new_empty([*groups, x.shape[-2], weights.shape[-1]], dtype=out_dtype)
-
-
 META = torch.library.Library("aten", "IMPL")
-META.impl("_grouped_mm", shape_of_grouped_mm, "Meta", allow_override=True)
-# for the Python dispatcher
-torch.ops.aten._grouped_mm.default.py_kernels[torch._C.DispatchKey.Meta] = shape_of_grouped_mm
-torch.ops.aten._grouped_mm.default._dispatch_cache.clear()
+
+
+def give_shapes(name: str, function: Callable[..., Tensor]) -> None:
+    """Has a function say what an op of ATen gives without values, in the place of torch's own one."""
+    META.impl(name, function, "Meta", allow_override=True)
+    op = getattr(torch.ops.aten, name).default
+    op.py_kernels[torch._C.DispatchKey.Meta] = function  # for the Python dispatcher
+    op._dispatch_cache.clear()
 
 
 def next_sequence_number() -> int:

@@ -15,11 +15,22 @@ from tests import cuda_cases, layer_cases
 from tests.samples import case, close, f, x, y
 
 aten = torch.ops.aten
+HALF, E5M2 = torch.bfloat16, torch.float8_e5m2
 
 
 def h(*shape: int) -> Tensor:
     """Few small integers, whose sums of products have digits enough in 16 bits: all but a few are zero."""
     return torch.where(y(9, *shape, seed=len(shape)) < 2, x(*shape), torch.zeros(())).bfloat16()
+
+
+def h8(*shape: int, kind: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """The same in 8 bits."""
+    return h(*shape).to(kind)
+
+
+def scales(*shape: int) -> Tensor:
+    """Powers of two, by which products stay exact."""
+    return 2.0 ** x(*shape).float()
 
 
 def ends(*rows: int) -> Tensor:
@@ -74,6 +85,14 @@ def matmul() -> list[Case]:
         case(aten._grouped_mm.default, x(10, 8), x(3, 8, 6), ends(4, 4, 9)),
         case(aten._grouped_mm.default, x(8, 10), x(10, 6), ends(4, 4, 9)),
         case(aten._grouped_mm.default, x(3, 4, 8), x(3, 8, 6)),
+        case(aten._scaled_mm.default, h8(5, 32), h8(48, 32).t(), scales(), scales(1), out_dtype=torch.float32),
+        case(
+            aten._scaled_mm.default, h8(5, 64), h8(48, 64, kind=E5M2).t(), scales(5, 1), scales(1, 48), None, None, HALF
+        ),
+        case(aten._scaled_mm.default, h8(5, 48), h8(32, 48).t(), scales(1, 1), scales(), h(32), out_dtype=HALF),
+        case(aten._scaled_mm.default, h8(5, 64), h8(48, 64).t(), scales(), scales()),
+        case(aten._scaled_mm.default, h8(4, 24), h8(24, 24).t(), scales(4, 1), scales(1, 24), out_dtype=torch.float32),
+        case(aten._to_copy.default, h(4, 3), dtype=E5M2),
         case(aten.linear.default, x(2, 3, 4), x(5, 4)),
         case(aten.linear.default, x(2, 3, 4), x(5, 4), x(5)),
         case(aten.linear.default, x(3, 4), x(5, 4), x(5)),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sbpc import _compat
+from sbpc.graph.product_shapes import shape_of_grouped_mm, shape_of_scaled_mm
 from sbpc.plans.staged.schedules import zbv
 from tests import test_compat_processes
 
@@ -236,10 +237,10 @@ GROUPED = (
 
 def test_shape_of_grouped_mm_is_that_of_the_product_for_float32_too() -> None:
     for x, weights, ends, shape in GROUPED:
-        assert _compat.shape_of_grouped_mm(x, weights, ends).shape == shape
+        assert shape_of_grouped_mm(x, weights, ends).shape == shape
         assert torch._grouped_mm(x.bfloat16(), weights.bfloat16(), offs=ends).shape == shape
     with pytest.raises(RuntimeError, match="a multiple of 16 bytes has to lie between rows"):
-        _compat.shape_of_grouped_mm(torch.ones(2, 3), torch.ones(2, 3, 4), ENDS)
+        shape_of_grouped_mm(torch.ones(2, 3), torch.ones(2, 3, 4), ENDS)
 
 
 def test_meta_is_where_torch_finds_the_shape_of_grouped_products() -> None:
@@ -249,6 +250,17 @@ def test_meta_is_where_torch_finds_the_shape_of_grouped_products() -> None:
                 fakes = [each if each is None else mode.from_tensor(each) for each in (x, weights, ends)]
                 assert torch._grouped_mm(fakes[0], fakes[1], offs=fakes[2]).shape == shape
     assert "aten/_grouped_mm/Meta" in _compat.META._op_impls
+
+
+def test_give_shapes_tells_that_of_float8_products_of_operands_of_any_strides() -> None:
+    a, b, one = torch.ones(8, 4).to(torch.float8_e4m3fn).t(), torch.ones(8, 6).to(torch.float8_e4m3fn), torch.ones(())
+    for kind in (None, torch.bfloat16):
+        made, found = (each(a, b, one, one, None, None, kind) for each in (torch._scaled_mm, shape_of_scaled_mm))
+        assert (found.shape, found.dtype) == (made.shape, made.dtype)
+        meta = torch._scaled_mm(*(each.to("meta") for each in (a, b, one, one)), out_dtype=kind)
+        assert (meta.shape, meta.dtype) == (made.shape, made.dtype)
+    with pytest.raises(RuntimeError, match="do not go together"):
+        shape_of_scaled_mm(a, a, one, one)
 
 
 def test_op_names_are_those_of_all_registered_ops() -> None:

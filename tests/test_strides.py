@@ -17,6 +17,7 @@ import sbpc
 from sbpc import Mesh
 from sbpc._compat import has_kernel
 from sbpc.errors import NanError
+from sbpc.mesh.states import counted
 from sbpc.rules import registry
 from sbpc.rules.binding import flat_outputs
 from sbpc.rules.proof.prove import STAND_INS, Case
@@ -70,7 +71,7 @@ def close(found: Any, expected: Any) -> bool:
         if isinstance(b, Tensor):
             tolerance = TOLERANCE.get(b.dtype, 1e-8)
             if a.shape != b.shape or not torch.allclose(
-                a.resolve_conj(), b, rtol=tolerance, atol=tolerance, equal_nan=True
+                counted(a.resolve_conj()), counted(b), rtol=tolerance, atol=tolerance, equal_nan=True
             ):
                 return False
     return True

@@ -35,7 +35,7 @@ from sbpc.plans.memory import is_view
 from sbpc.plans.options import FULL, NONE, SELECTIVE
 
 aten = torch.ops.aten
-PRODUCTS = frozenset(("_grouped_mm", "addmm", "baddbmm", "bmm", "dot", "einsum", "linear", "mm", "mv"))
+PRODUCTS = frozenset(("_grouped_mm", "_scaled_mm", "addmm", "baddbmm", "bmm", "dot", "einsum", "linear", "mm", "mv"))
 COSTLY = PRODUCTS | {"convolution"}
 ATTENTION = "_scaled_dot_product_"  # how the names of attention kernels begin
 NORM, NORM_OF_BATCH = aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats

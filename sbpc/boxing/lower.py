@@ -21,7 +21,7 @@ from sbpc.boxing.local_values import Local, concatenate, put
 from sbpc.boxing.steps import Step
 from sbpc.mesh.collectives import EIGHT_BITS
 from sbpc.mesh.layout import Layout
-from sbpc.mesh.states import Axes, Numbers, Partial, Shape, Split, chunk_sizes
+from sbpc.mesh.states import Axes, Numbers, Partial, Shape, Split, chunk_sizes, of_8_bits
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -42,7 +42,7 @@ def lower(
 
     x: what the rank holds of a tensor of `shape` and `dtype` on a mesh of `sizes`. position: by axis an int64 tensor of
     shape [1], the rank's coordinate. group: the name of the group over some axes. The result is contiguous, unless it
-    is x itself.
+    is x itself. float8 goes as bytes: not every backend sends it.
     """
     shapes = [layout.local_shape(shape, sizes, coordinates) for layout in step.layouts]
     before, after = shapes[0], shapes[-1]
@@ -52,9 +52,11 @@ def lower(
         return x
     if 0 in together:
         return x if before == after else local.view(after).x
-    made = LOWER[step.collective](local, Site(step, after, together, sizes, position, group, dtype))
+    sent = local.then(aten.view.dtype, before, torch.int8, solid=False) if of_8_bits(dtype) else local
+    made = LOWER[step.collective](sent, Site(step, after, together, sizes, position, group, dtype))
     # an empty part of what was sent would keep all of that alive
-    return (made.then(aten.clone.default, after) if 0 in after else made.contiguous()).x
+    made = made.then(aten.clone.default, after) if 0 in after else made.contiguous()
+    return (made if sent is local else made.then(aten.view.dtype, after, dtype)).x
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,8 @@ COLLECTIVE = {
 }
 ANY: dict[str, tuple[str, ...]] = {kind: (name,) for kind, name in COLLECTIVE.items()}
 # By how a value is summed, the steps that it may take. None: as any other value. FLOAT32: none that sums, as it is cast
-# before. EXCHANGE: or it is sent as it is and summed in float32 by who gets it, which takes it from P to S. "int8" and
-# "float8": or its numbers are sent in 8 bits, from P to S in this way, and from S to B.
+# before, or has no sums. EXCHANGE: or it is sent as it is and summed in float32 by who gets it, which takes it from P
+# to S. "int8" and "float8": or its numbers are sent in 8 bits, from P to S in this way, and from S to B.
 STEPS: dict[str | None, dict[str, tuple[str, ...]]] = {
     None: ANY,
     FLOAT32: {kind: names for kind, names in ANY.items() if kind not in ("PS", "PB")},

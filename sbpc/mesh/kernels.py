@@ -160,6 +160,12 @@ class Device:
         nearest = min(known, key=lambda name: (abs(math.log(WIDTHS[kind] / WIDTHS[name])), known[name]))
         return known[nearest] * max(1.0, WIDTHS[kind] / WIDTHS[nearest])
 
+    def lacks(self, kind: str) -> bool:
+        """Returns whether a type has no rate, while those that the device multiplies have one. Types of more bits are
+        multiplied by any device."""
+        known = any(getattr(self, name) is not None for name in WIDTHS)
+        return kind == "float8" and known and self.float8 is None
+
     @property
     def fastest(self) -> float:
         """How many times the peak any kernel reaches at most."""

@@ -172,7 +172,7 @@ def whole(parts: list[Tensor], state: State) -> Tensor:
         return torch.cat(parts, state.dim)
     if isinstance(state, Broadcast):
         for rank, part in enumerate(parts):
-            if not torch.equal(part.nan_to_num(), parts[0].nan_to_num()):
+            if not torch.equal(counted(part).nan_to_num(), counted(parts[0]).nan_to_num()):
                 what = f"a broadcast tensor differs between rank 0 and rank {rank}"
                 raise LayoutError(f"{what}\n  This is a bug in a rule.")
         return parts[0]
@@ -180,3 +180,13 @@ def whole(parts: list[Tensor], state: State) -> Tensor:
     for part in parts[1:]:
         total = REDUCE[state.op](total, part)
     return total
+
+
+def counted(x: Tensor) -> Tensor:
+    """The numbers in a type with which torch counts: it hardly does with those of 8 bits."""
+    return x.float() if of_8_bits(x.dtype) else x
+
+
+def of_8_bits(dtype: torch.dtype) -> bool:
+    """Whether numbers with a point have 8 bits: they are moved and multiplied, and not summed."""
+    return dtype.is_floating_point and dtype.itemsize == 1

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sbpc.errors import RuleError
-from sbpc.mesh.states import B, P, Partial, Shape, Split, State
+from sbpc.mesh.states import B, P, Partial, Shape, Split, State, of_8_bits
 from sbpc.rules.grammar import Dim, Operand, Rule
 
 
@@ -220,9 +220,14 @@ def _linear_types(bound: Bound, inputs: Sequence[State], outputs: Sequence[State
 
 
 def _allowed(bound: Bound, signature: Signature) -> bool:
-    """P is never bool."""
+    """P is never bool, nor of 8 bits with a point: a sum of what is rounded to so few is no rounded sum."""
     pairs = zip(bound.values, (*signature.inputs, *signature.outputs))
-    return not any(isinstance(state, Partial) and value.dtype == torch.bool for value, state in pairs)
+    return all(sums(value.dtype) for value, state in pairs if isinstance(state, Partial))
+
+
+def sums(dtype: torch.dtype | None) -> bool:
+    """Whether tensors of a type can be in P."""
+    return dtype is None or not (dtype == torch.bool or of_8_bits(dtype))
 
 
 # --- binding ----------------------------------------------------------------------------------------------------------

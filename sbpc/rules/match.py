@@ -41,7 +41,7 @@ def overloads(names: str) -> tuple[OpOverload, ...]:
     return tuple(getattr(getattr(aten, name), overload or "default") for name, _, overload in parts)
 
 
-PRODUCTS = frozenset(overloads("_grouped_mm addmm baddbmm bmm einsum linear mm"))
+PRODUCTS = frozenset(overloads("_grouped_mm _scaled_mm addmm baddbmm bmm einsum linear mm"))
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,11 @@ def pairs(x: Tensor) -> Tensor:
     return aligned(x, 2 * x.element_size())
 
 
+def columns(x: Tensor) -> Tensor:
+    """Returns a matrix whose columns lie without gaps, at multiples of 16 bytes."""
+    return aligned(x.mT).mT
+
+
 def matrices(x: Tensor) -> Tensor:
     """Returns matrices whose rows, or columns, lie without gaps and begin at multiples of 16 bytes."""
     for far, near in ((-1, -2), (-2, -1)):
@@ -101,6 +106,7 @@ BIAS: Needs = {"attn_bias": padded}
 BY_NAME: dict[str, Needs] = {
     "_fused_rms_norm_backward": {"rstd": dense},
     "_grouped_mm": {"self": matrices, "mat2": matrices, "offs": dense},
+    "_scaled_mm": {"self": aligned, "mat2": columns, "scale_a": dense, "scale_b": dense, "bias": dense},
     "_scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention": HEADS | BIAS,
     "_scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention_backward": BACK | BIAS,
     "_scaled_dot_product_flash_attention": HEADS,

@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
+import sbpc.graph.product_shapes  # noqa: F401 - which tells torch what these ops give
+from sbpc.mesh.states import of_8_bits
 from sbpc.rules.grouped_product import GROUPED, grouped_local
 from sbpc.rules.match import Arguments, Call, Match, Shard, Write
 from sbpc.rules.ops.dims import joined
@@ -92,11 +96,32 @@ def linear_local(shard: Shard) -> Any:
     return made if len(shape) == 2 else call("reshape", made, shape)
 
 
+def scaled(given: Arguments, outputs: Any) -> tuple[str, dict[str, int]] | None:
+    """A product of float8 matrices that have one scale each, or one for each row of the first and each column of the
+    second; others have no rule.
+
+    Kernels of GPUs want rows of a multiple of 16 bytes, of each shard, too. What is rounded to float8 is no sum.
+    """
+    (m, k), n = given["self"].shape, given["mat2"].shape[1]
+    scales = given["scale_a"], given["scale_b"]
+    single = all(scale.numel() == 1 for scale in scales)
+    if not single and [*map(tuple, (scale.shape for scale in scales))] != [(m, 1), (1, n)]:
+        return None
+    if given["scale_result"] is not None or any(scale.dtype != torch.float32 for scale in scales):
+        return None
+    rows, columns = (joined("1" * scale.dim()) for scale in scales) if single else ("m 1", "1 (n f)")
+    bias, added = ("_", "") if given["bias"] is None else ("(n f)", " ; add(4)")
+    summed = "fix k" if of_8_bits(outputs.dtype) else f"+k{added}"
+    text = f"m (k e), (k e) (n f), {rows}, {columns}, {bias} -> m (n f) ; {summed} ; fix e f"
+    return text, {"e": math.gcd(k, 16), "f": math.gcd(n, 16)}
+
+
 def two_per_point(m: Match) -> str:
     return " ".join(["2", *m.points])
 
 
 rule("_grouped_mm", grouped, flops=grouped_flops, local=grouped_local, nonempty="m k n")
+rule("_scaled_mm", scaled, flops="2 m k e n f", nonempty="m k n")
 rule("addmm", biased("m n", "m k, k n -> m n ; +k ; add(0) ; lin(0,1) ; lin(0,2)"), flops="2 m k n")
 BATCHED = "b m k, b k n -> b m n ; +k"
 rule("baddbmm", biased("b m n", f"{BATCHED} ; add(0) ; lin(0,1) ; lin(0,2)"), flops="2 b m k n")

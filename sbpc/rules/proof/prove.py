@@ -22,8 +22,8 @@ from torch.fx.node import map_aggregate
 from sbpc.errors import LayoutError, RuleError, shown
 from sbpc.graph.operands import leaves, named_arguments
 from sbpc.mesh.layout import Layout
-from sbpc.mesh.states import Axes, B, Ints, Numbers, P, Split, State, chunk_sizes
-from sbpc.rules.binding import Signature, flat_outputs
+from sbpc.mesh.states import Axes, B, Ints, Numbers, P, Split, State, chunk_sizes, counted
+from sbpc.rules.binding import Signature, flat_outputs, sums
 from sbpc.rules.match import Match, Phases
 from sbpc.rules.registry import match
 from sbpc.rules.strides import laid_out
@@ -219,7 +219,7 @@ def equal(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     """Whether two tensors are equal, or close where that is all that can be asked."""
     if not tolerance:
         return torch.equal(found, expected)
-    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+    return torch.allclose(counted(found), counted(expected), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def locate(
@@ -243,12 +243,13 @@ def locate(
 
 
 def mutations(signature: Signature, one: Case) -> Iterator[tuple[int, State]]:
-    """Every (output, other state) that would be a lie: P of a bool is none, and where a value is zero P is B."""
+    """Every (output, other state) that would be a lie: P of what has no sums is none, and where a value is zero P is
+    B."""
     for at, (state, output) in enumerate(zip(signature.outputs, flat_outputs(one.run()))):
         if not isinstance(output, Tensor) or output.numel() == 0:
             continue
         others: list[State] = [B, P, *(Split(dim) for dim in range(output.dim()))]
-        if at in one.zero or output.dtype == torch.bool or not one.values:
+        if at in one.zero or not sums(output.dtype) or not one.values:
             others = [other for other in others if other not in ((B, P) if state in (B, P) else ())]
         yield from ((at, other) for other in others if other != state)
 
