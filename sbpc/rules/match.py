@@ -163,9 +163,9 @@ class Match:
         """The shape of the op's work at these factor sizes; None where its time depends on flops and bytes alone.
         cut: factor -> whether it is split, by label or not."""
         if self.causal is not None:
-            b, g, r, s, t = (local[name] for name in "bgrst")
-            whole = (1 - cut.get("s", False)) * (1 - cut.get("t", False))
-            return Attention(b * g * r * s * t, t, self.causal * whole, "backward" in str(self.op), self.kind)
+            t, whole = self.keys(local), (1 - cut.get("s", False)) * (1 - cut.get("t", False))
+            pairs = math.prod((local[name] for name in "bgrs" if name in local), start=t)
+            return Attention(pairs, t, self.causal * whole, "backward" in str(self.op), self.kind)
         if "convolution" in str(self.op):
             return Convolution(self.kind)
         if self.product is None:
@@ -195,8 +195,15 @@ class Match:
     @cached_property
     def causal(self) -> bool | None:
         """Whether an attention leaves out pairs, where nothing that it masks is split; None for other ops."""
-        attends = {*"bgrst"} <= self.sizes.keys() and "attention" in str(self.op) and self.space > 0
+        attends = {*"grst"} <= self.sizes.keys() and "att" in str(self.op) and self.space > 0
         return bool(self.shifts) if attends else None
+
+    def keys(self, local: Arguments) -> Any:
+        """How many keys a query of attention meets: of packed sequences as many as the longest has, or its window."""
+        if "m" not in self.sizes:
+            return local["t"]
+        longest, window = self.sizes["m"], self.sizes.get("w")  # neither is ever split
+        return longest if window is None else min(longest, window + 1)
 
     @cached_property
     def product(self) -> tuple[Names, ...] | None:

@@ -4,19 +4,22 @@ A causal mask speaks of places in the whole sequence: on a rank that has a part 
 the keys, it is written out from where that part begins. The pairs that it hides are among the flops: with a written
 mask they are computed.
 
-Each of g key heads serves r query heads. The ops of CUDA run on no CPU: their rules are proved on formulas in their
+Each of g key heads serves r query heads. Packed sequences, one behind the other, are cut by their heads alone: where
+one ends, the data says. The ops of CUDA run on no CPU: their rules are proved on formulas in their
 place, which give what the kernels are documented to give.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import torch
 
-from sbpc.rules.match import Arguments, Kernel, Shard, Write
-from sbpc.rules.registry import rule
+from sbpc._compat import OpOverload
+from sbpc.rules.match import Arguments, Entry, Kernel, Match, Shard, Write
+from sbpc.rules.registry import GENERATORS, rule
 
 Q, K, V, OUT = "b (g r) s d", "b g t d", "b g t e", "b (g r) s e"
 EXACT, PADDED = "b (g r) s", "b (g r) l"  # logsumexp: one number per query, or padded to a multiple of 32
@@ -105,6 +108,38 @@ def backward(mask: str, lse: str, more: str = "") -> Write:
     return write
 
 
+def packed(given: Arguments) -> tuple[str, str]:
+    """The further operands and the clauses that both have in common of attention over packed sequences. m: the length
+    of the longest keys, w: of the window before a query, if it has one."""
+    left, right = given.get("window_size") or (-1, -1)  # older torch knows no windows
+    window = f", window_size=[w {right}]" if left > 0 and right >= 0 else ""
+    places = " ; idx s ; idx t" if given["is_causal"] or right == 0 else ""
+    return f", cu_seq_q=n, cu_seq_k=c, max_k=[m]{window}", f"fix s t d n c m{' w' if window else ''}{places}"
+
+
+def packed_forward(given: Arguments, outputs: Any) -> str | None:
+    """Keys that lie in pages belong to no sequence before the data says so: there is no rule for them."""
+    if given.get("block_table") is not None:
+        return None
+    more, clauses = packed(given)
+    used = given.get("seqused_k") is not None
+    sign = f"s (g r) d, t g d, t g d{more}{', seqused_k=u' if used else ''} -> s (g r) d, (g r) s, _"
+    return f"{sign}{' ; fix u' if used else ''} ; lin(2 -> 0) ; {clauses}"
+
+
+def packed_backward(given: Arguments, outputs: Any) -> str:
+    """Linear as the others are, see `backward`."""
+    more, clauses = packed(given)
+    queries, keys = "s (g r) d", "t g d"
+    operands = f"{queries}, {queries}, {keys}, {keys}, {queries}, (g r) s{more}, rng_state=p"
+    return f"{operands} -> {queries}, {keys}, {keys} ; +r ; fix p ; lin(0) ; lin(3,4 -> 0,1) ; {clauses}"
+
+
+def counted(products: int, m: Match) -> str:
+    """The flops of packed sequences as if all were as long as the longest, and no window longer."""
+    return f"{2 * products * m.keys(m.sizes)} g r s d"
+
+
 def along(operands: int, function: str, *clauses: str) -> Write:
     """The rule of an op along dim `dim` of operands of one shape, that dim split through `function`."""
 
@@ -135,3 +170,20 @@ for name, mask, lse, absent, more, nonempty in (
     rule(f"{op}_backward", backward(mask, lse, more), flops=BACK, nonempty=nonempty + sequence, local=local)
 rule("_softmax", along(1, "softmax"))
 rule("_softmax_backward_data", along(2, "softmax_backward", "lin(0)"))
+
+PACKED = {
+    "_varlen_attn": (packed_forward, functools.partial(counted, 2), "s"),
+    "_varlen_attn_backward": (packed_backward, functools.partial(counted, 5), "s t"),
+}  # by op of torch.nn.attention.varlen, which is not there before that is imported: that takes seconds
+
+
+def late(op: OpOverload) -> Entry | None:
+    """The row of an op of PACKED."""
+    space, _, name = op._schema.name.partition("::")
+    if space != "torch_attn" or name not in PACKED:
+        return None
+    write, flops, nonempty = PACKED[name]
+    return Entry(op, write, flops, nonempty=("g", *nonempty.split()))
+
+
+GENERATORS.append(late)
