@@ -178,17 +178,24 @@ KINDS = [
         ("serial", None, KINDS[3]),
         ("loop", None, KINDS[2]),
         ("stages", torch.bfloat16, KINDS[0]),
+        pytest.param("stages", "held", KINDS[3], marks=pytest.mark.prove),
+        pytest.param("loop", "held", KINDS[1], marks=pytest.mark.prove),
+        ("serial", "held", KINDS[2]),
     ],
 )
 def test_plans_send_eight_bits_as_counted_simulated_saved_and_verified(
-    case: str, dtype: torch.dtype | None, kind: tuple[str, str, dict[str, str]], tmp_path: Path
+    case: str, dtype: torch.dtype | str | None, kind: tuple[str, str, dict[str, str]], tmp_path: Path
 ) -> None:
-    more = {key: value for key, value in CASES[case].items() if key != "axes"} | ({"dtype": dtype} if dtype else {})
+    """dtype: of autocast, or "held": the model is of bfloat16, and has masters."""
+    more = {key: value for key, value in CASES[case].items() if key != "axes"}
+    more |= {"dtype": dtype} if isinstance(dtype, torch.dtype) else {}
     (model, args), mesh, (collective, scheme, asked) = gpt(16), Mesh(**CASES[case]["axes"], cluster=SLOW), kind
+    model = model.to(torch.bfloat16) if dtype == "held" else model
     plan, other = (sbpc.baseline(scheme, model, args, mesh, **more, **each) for each in (asked, {}))
     kinds = sent_by(plan)
     assert kinds[collective, "d"] > 0 and plan.cost.seconds < other.cost.seconds
     assert {eight_bits(name) for name, _ in kinds} <= {None, *asked.values()}
+    assert bool(plan.ports.masters) == (dtype == "held")
     plan.verify()
     plan.save(tmp_path / "plan.sbpc")
     loaded = sbpc.load(tmp_path / "plan.sbpc")
@@ -197,6 +204,7 @@ def test_plans_send_eight_bits_as_counted_simulated_saved_and_verified(
     run = sbpc.simulate(plan, model, args)
     assert run.bytes_sent == plan.cost.bytes_sent == loaded.cost.bytes_sent
     assert run.peak_memory <= plan.cost.memory["total"]
+    model = model.float()
     exact = dict(zip(run.gradients, torch.autograd.grad(model(*args), list(model.parameters()))))
     errors = {name: float((run.gradients[name] - x).norm() / x.norm()) for name, x in exact.items()}
     assert 1e-4 < max(errors.values()) < (0.03 if asked.get("reduce") != "float8" else 0.06)
