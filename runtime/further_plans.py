@@ -71,9 +71,7 @@ class FurtherPlans:
         if (changed := Guards(module, step.about["guards"]).broken()) is not None:
             raise changed
         planned = [each.plan for each in runners if each not in self.relaid and isinstance(each.plan, Plan)]
-        planned.sort(key=lambda plan: distance(plan, call.shapes))
-        found = (self.plan.alike.relaid(step, plan) for plan in planned)
-        plan, count = next((each for each in found if each is not None), None), len(runners) - len(self.relaid)
+        plan, count = serving(self.plan.alike, step, planned, call.shapes), len(runners) - len(self.relaid)
         named = f"{'train' if train else 'no grad'}: {text_of_call(call.kinds, call.structure)}"
         if is_new := plan is None:
             if count >= self.most:
@@ -98,6 +96,12 @@ class FurtherPlans:
         if len(self.relaid) > RELAID:
             runners.remove(self.relaid.pop(0))
         runners.append(made)
+
+
+def serving(alike: Any, step: Any, planned: Sequence[Plan], shapes: Sequence[Sequence[int]]) -> Plan | None:
+    """Returns the plan of a captured step in the layouts of one of some plans, of the nearest in size that will do."""
+    nearest = sorted(planned, key=lambda plan: distance(plan, shapes))
+    return next((found for each in nearest if (found := alike.relaid(step, each)) is not None), None)
 
 
 def follow(own: nn.Module, now: Mapping[str, Any]) -> None:

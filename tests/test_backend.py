@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -96,6 +97,68 @@ def test_compiled_modules_train_as_one_process_and_say_what_they_do() -> None:
         assert any(" on [4, 6], 2 parameters" in line for line in lines)
 
 
+class Words(nn.Module):
+    """Means over a length that is asked for, by a number that is computed of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        before = F.pad(hidden, (0, 0, tokens.shape[1] // 2, 0))[:, : tokens.shape[1]]
+        return F.cross_entropy(self.head(hidden + before).flatten(0, 1), tokens.flatten()) * tokens.shape[0]
+
+
+SIZES = [(8, 6), (4, 6), (8, 10), (3, 5), (7, 9), (2, 4), (8, 6), (5, 7), (6, 12), (12, 3), (9, 8), (10, 11)]
+
+
+def of_sizes(compile: Any, mark: bool = False) -> list[float]:
+    """Losses of training on batches of many sizes."""
+    torch.manual_seed(0)
+    model, found = Words().double(), []
+    module, optimizer = compile(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    for rows, length in SIZES:
+        tokens = torch.randint(11, (rows, length))
+        if mark:
+            torch._dynamo.mark_dynamic(tokens, (0, 1))
+        optimizer.zero_grad()
+        loss = module(tokens)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def with_symbols() -> Any:
+    """Losses by way in which sizes become symbols, how many graphs were planned, and what is said of too many plans."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sbpc").addHandler(handler)
+    logging.getLogger("sbpc").setLevel(logging.INFO)
+    found: dict[str, Any] = {}
+    options: dict[str, Any] = {"mesh": sbpc.Mesh(data=2)}
+    ways: list[tuple[str, dict[str, Any]]] = [("dynamic=True", {"dynamic": True}), ("as it comes", {}), ("marked", {})]
+    for name, about in ways:
+        torch._dynamo.reset()
+        lines.clear()
+        losses = of_sizes(partial(torch.compile, backend="sbpc", options=options, **about), name == "marked")
+        found[name] = losses, sum("calls on" in line for line in lines)
+    torch._dynamo.reset()
+    with pytest.raises(sbpc.SbpcError) as error:
+        of_sizes(partial(torch.compile, backend="sbpc", options={**options, "plans": 1}, dynamic=True))
+    return found, str(error.value)
+
+
+def test_a_graph_of_symbolic_sizes_is_planned_for_those_that_come_in_few_layouts() -> None:
+    expected = of_sizes(lambda model: model)
+    for found, said in run_ranks(with_symbols, 2):
+        for losses, plans in found.values():
+            assert losses == pytest.approx(expected, rel=1e-12) and 2 <= plans <= 4, found
+        assert said.startswith("graph 0 has 1 plans, of which none serves [") and "sbpc.buckets" in said
+
+
 def test_options_that_there_are_not_are_refused_with_those_that_there_are() -> None:
     with pytest.raises(sbpc.SbpcError) as error:
         checked({"mesh": sbpc.Mesh(data=2), "mode": "fast"})
@@ -105,7 +168,10 @@ def test_options_that_there_are_not_are_refused_with_those_that_there_are() -> N
         "    mesh: sbpc.Mesh(data=2), or a DeviceMesh; needed\n"
         "    memory: bytes per rank\n"
         '    objective: "seconds" or "bytes"\n'
-        '    executor: "auto", "code", "interpreter" or "inductor"'
+        '    executor: "auto", "code", "interpreter" or "inductor"\n'
+        "    plans: how many a graph of symbolic sizes may have, 8"
     )
+    with pytest.raises(sbpc.SbpcError, match="the option plans is 0"):
+        checked({"mesh": sbpc.Mesh(data=2), "plans": 0})
     with pytest.raises(sbpc.SbpcError, match="the option mesh is None"):
         checked({})

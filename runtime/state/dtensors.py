@@ -63,7 +63,7 @@ def refuse_parts() -> None:
     of a rank it may go. safetensors, and accelerate with it, ask for a storage before they write."""
     copyreg.pickle(DTensor, pickled)  # type: ignore[arg-type]
     ForkingPickler.register(DTensor, reduced)
-    DTensor.storage = storage  # type: ignore[method-assign]
+    DTensor.storage = storage  # type: ignore[method-assign, assignment]
 
 
 def is_planned(tensor: object) -> bool:

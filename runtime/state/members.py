@@ -21,6 +21,7 @@ from sbpc.runtime.start.lost_ranks import watched
 from sbpc.runtime.state.whole import RANDOM, WEIGHTS, save_pretrained
 from sbpc.runtime.state.wrappers import TRAINER
 
+PREPARED = "_is_accelerate_prepared"  # which accelerate asks of a model, and sets
 CLIP = """Scales the gradients so that their norm is at most `max_norm`, and returns the norm that they had, 0-dim.
 
 It is `torch.nn.utils.clip_grad_norm_` of all parameters of the model, those on other stages of a pipeline, too, each
@@ -69,7 +70,7 @@ def members_of(
         "forward": running,
         "step": torch.compiler.disable(step, reason="sbpc has compiled it"),
         "_get_name": lambda self: cls.__name__,  # by which libraries choose losses
-        "_is_accelerate_prepared": property(is_prepared, lambda self, value: None),  # which prepare sets on all
+        PREPARED: property(is_prepared, lambda self, value: None),
         "clip_grad_norm_": clip_grad_norm_,
         "random_state": lambda self: dict(self.__dict__[RANDOM]),
         "set_random_state": set_random_state,

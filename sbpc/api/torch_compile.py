@@ -20,11 +20,12 @@ from torch.fx.node import map_arg
 
 from sbpc._compat import FakeTensorMode, compile_id, outside_dynamo, source_of
 from sbpc.api.planning import plan
-from sbpc.errors import SbpcError
+from sbpc.errors import PlanError, SbpcError
 from sbpc.graph.ports import BUFFER, INPUT, PARAMETER, Port
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.plan import Plan
-from sbpc.runtime.executors import executor_of
+from sbpc.runtime.executors import Executor, executor_of
+from sbpc.runtime.further_plans import MOST, RELAID, serving
 from sbpc.runtime.module import agreed_seed
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.same_calls import check_weights
@@ -38,6 +39,7 @@ OPTIONS = {
     "memory": "bytes per rank",
     "objective": '"seconds" or "bytes"',
     "executor": '"auto", "code", "interpreter" or "inductor"',
+    "plans": "how many a graph of symbolic sizes may have, 8",
 }
 WHOLE = (
     "torch.compile hands over whole parameters: the work is spread over %s, but every rank holds all of them.\n"
@@ -56,8 +58,12 @@ def sbpc(gm: GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any]
     "mesh", a `sbpc.Mesh` or a DeviceMesh, is needed. "memory" and "objective" are as for `sbpc.plan`, "executor" is
     as for `sbpc.parallelize`. Other shapes, modes or numbers are planned anew; the logger "sbpc" says why, at INFO.
 
-    Raises SbpcError for unknown options, and what `sbpc.plan` raises. What it returns raises PlanError where the
-    ranks differ.
+    A graph of symbolic sizes, as dynamo makes it of a second shape, with `dynamic=True` or of what `mark_dynamic`
+    names, is planned for each size with which it is called, as `sbpc.parallelize(..., also="auto")` does it: where the
+    layouts of a plan are legal they serve, and that counts as none of the "plans" that a graph may have, by default 8.
+
+    Raises SbpcError for unknown options. What it returns raises what `sbpc.plan` raises, and PlanError where the ranks
+    differ or there would be too many plans.
     """
     mesh, options = checked(options or {})
     where = process_groups.start()
@@ -66,22 +72,15 @@ def sbpc(gm: GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any]
     if mesh not in warned:
         warned.add(mesh)
         log.warning(WHOLE, mesh)
-    train = torch.is_grad_enabled()
-    executor = executor_of(options.pop("executor", "auto"))
-    with outside_dynamo():
-        lifted = LiftedGraph(gm, examples)
-        # parameters are the user's, as they are
-        planned = plan(lifted, lifted.inputs, mesh, train=train, pin=lifted.whole(mesh), masters=False, **options)
-    log_plan(gm, lifted, planned)
-    runner = Runner(planned, executor, where)
-    runner.same.names, runner.same.axis = lambda: lifted.names, None
+    graph = PlannedGraph(gm, mesh, executor_of(options.pop("executor", "auto")), where, options)
     random = {"seed": agreed_seed(where), "step": 0}
     # later, ops that add up in no fixed order may have left other bits in the weights of each rank
     fresh = compile_id()[1] == 0
 
     def run(*values: Any) -> Any:
         nonlocal fresh
-        given = {port: value for port, value in zip(lifted.ports, values) if port is not None}
+        runner, ports = graph.of_sizes(values)
+        given = {port: value for port, value in zip(ports, values) if port is not None}
         if fresh:
             check_weights(
                 {port.name.removeprefix("weights."): each for port, each in given.items() if port.kind != INPUT}
@@ -104,19 +103,72 @@ def checked(options: Mapping[str, Any]) -> tuple[Mesh, dict[str, Any]]:
         raise SbpcError(
             f"the option mesh is {mesh!r}\n  Give options={{'mesh': sbpc.Mesh(data=2)}}. Options are\n{known}"
         )
+    plans = options.get("plans", MOST)
+    if type(plans) is not int or plans < 1:
+        raise SbpcError(f"the option plans is {plans!r}\n  Give a number of plans, 1 or more.")
     return mesh, {key: value for key, value in options.items() if key != "mesh"}
 
 
-def log_plan(gm: GraphModule, lifted: LiftedGraph, planned: Plan) -> None:
-    """Logs which graph was planned, and why it is a further one."""
-    frame, time = compile_id()
-    calls = sum(node.op not in ("placeholder", "output") for node in gm.graph.nodes)
-    shapes = ", ".join(str(list(value.shape)) for value in lifted.inputs)
-    log.info("graph %d: %d calls on %s, %d parameters", frame, calls, shapes, len(planned.parameters))
-    if frame:
-        log.info("graph %d is apart from the first: a graph break lies between them, or it is another function", frame)
-    if time:
-        log.info("graph %d is planned anew, for the %d. time: for other shapes, modes or values", frame, time + 1)
+class PlannedGraph:
+    """The plans of one graph of dynamo, by the sizes and numbers with which it is called."""
+
+    def __init__(
+        self, gm: GraphModule, mesh: Mesh, executor: Executor, where: torch.device, options: dict[str, Any]
+    ) -> None:
+        self.mesh, self.executor, self.where, self.options = mesh, executor, where, options
+        self.most, self.train = options.pop("plans", MOST), torch.is_grad_enabled()
+        self.sources = [source_of(each) for each in gm.graph.find_nodes(op="placeholder")]
+        self.gm, self.id = with_floats(gm), compile_id()
+        self.planned: list[Plan] = []  # but for those in the layouts of others, of which the last few are kept
+        self.relaid: list[Any] = []
+        self.runners: dict[Any, tuple[Runner, list[Port | None]]] = {}
+
+    def of_sizes(self, values: Sequence[Any]) -> tuple[Runner, list[Port | None]]:
+        """Returns what runs the plan for values of these sizes, and their ports."""
+        key = tuple((each.shape, each.stride()) if isinstance(each, Tensor) else each for each in values)
+        if key not in self.runners:
+            with outside_dynamo():
+                lifted = LiftedGraph(self.gm, self.sources, values)
+                runner = Runner(made := self.plan(lifted), self.executor, self.where)
+            runner.same.names, runner.same.axis = lambda: lifted.names, None
+            self.runners[key] = runner, lifted.ports
+            self.relaid += [] if made is self.planned[-1] else [key]
+            if len(self.relaid) > RELAID:
+                del self.runners[self.relaid.pop(0)]
+        return self.runners[key]
+
+    def plan(self, lifted: LiftedGraph) -> Plan:
+        """Returns a plan for the sizes of a graph. Raises PlanError if it would be one too many."""
+        pin = lifted.whole(self.mesh)  # parameters are the user's, as they are
+        if not self.planned:
+            made = plan(lifted, lifted.inputs, self.mesh, train=self.train, pin=pin, masters=False, **self.options)
+        else:
+            alike = self.planned[0].alike
+            step = alike.captured(lifted, lifted.inputs, {}, self.train)
+            if (served := serving(alike, step, self.planned, [each.shape for each in lifted.inputs])) is not None:
+                return served
+            if len(self.planned) >= self.most:
+                raise PlanError(
+                    f"graph {self.id[0]} has {self.most} plans, of which none serves {lifted.sizes}\n"
+                    "  Pad batches to few lengths, see sbpc.buckets, or allow more: "
+                    f"options={{'mesh': mesh, 'plans': {2 * self.most}}}."
+                )
+            made = alike.planned(step, lifted.inputs, pin, [], False)
+        self.planned.append(made)
+        self.log(lifted, made)
+        return made
+
+    def log(self, lifted: LiftedGraph, made: Plan) -> None:
+        """Logs which graph was planned, and why it is a further one."""
+        (frame, time), again = self.id, len(self.planned) - 1
+        calls = sum(node.op not in ("placeholder", "output") for node in self.gm.graph.nodes)
+        log.info("graph %d: %d calls on %s, %d parameters", frame, calls, lifted.sizes, len(made.parameters))
+        if frame and not again:
+            apart = "a graph break lies between them, or it is another function"
+            log.info("graph %d is apart from the first: %s", frame, apart)
+        if time or again:
+            number = time + again + 1
+            log.info("graph %d is planned anew, for the %d. time: for other shapes, modes or values", frame, number)
 
 
 class LiftedGraph(nn.Module):
@@ -127,19 +179,19 @@ class LiftedGraph(nn.Module):
     dynamo guard it.
     """
 
-    def __init__(self, gm: GraphModule, examples: Sequence[Any]) -> None:
+    def __init__(self, gm: GraphModule, sources: Sequence[str], values: Sequence[Any]) -> None:
         super().__init__()
-        self.graph_module = with_floats(gm)
+        self.graph_module = gm
         self.weights = nn.Module()
         self.inputs: list[Tensor] = []
         self.names: list[str] = []
         self.ports: list[Port | None] = []
         self.numbers: list[Any] = []
         mode = FakeTensorMode()
-        for placeholder, example in zip(gm.graph.find_nodes(op="placeholder"), examples):
-            source, number = source_of(placeholder), None
+        for source, example in zip(sources, values, strict=True):
+            number = None
             if not isinstance(example, Tensor):
-                port, number = None, int(example) if isinstance(example, torch.SymInt) else example
+                port, number = None, example
             else:
                 fake = faked(example, mode)
                 if isinstance(example, nn.Parameter) or "_buffers[" in source:
@@ -154,6 +206,11 @@ class LiftedGraph(nn.Module):
                     self.inputs.append(fake.requires_grad_(example.requires_grad))
             self.ports.append(port)
             self.numbers.append(number)
+
+    @property
+    def sizes(self) -> str:
+        """The sizes of the inputs."""
+        return ", ".join(str(list(value.shape)) for value in self.inputs)
 
     def named(self, source: str) -> str:
         """Returns the name in L['self']._modules['up']._parameters['weight'], followed by a number if it is taken."""
@@ -199,7 +256,6 @@ def replace_by_number(node: Node, number: float) -> None:
 
 
 def faked(example: Tensor, mode: FakeTensorMode) -> Tensor:
-    """Returns a fake tensor of the same sizes, strides, dtype and device; symbolic sizes become numbers."""
-    sizes, strides = [int(size) for size in example.shape], [int(stride) for stride in example.stride()]
+    """Returns a fake tensor of the same sizes, strides, dtype and device."""
     with mode:
-        return torch.empty_strided(sizes, strides, dtype=example.dtype, device=example.device)
+        return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)

@@ -30,6 +30,7 @@ from sbpc.integrations.saving import install as install_saving
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.plan import Plan
 from sbpc.runtime.module import parallelize
+from sbpc.runtime.state.members import PREPARED
 
 COMPACT = "_use_triton"  # what TRL asks whether it is to take positions out
 
@@ -97,7 +98,7 @@ def hf(trainer: Any, mesh: Mesh, *, data: str = "data", also: str = "auto", **op
     plan.alike = OfOneDevice(**vars(plan.alike), faces=faces)
     before = dict(trainer.model.named_parameters())
     faces.show(parallelize(trainer.model, plan, also=also, device=trainer.args.device.type))
-    type(trainer.model)._is_accelerate_prepared = True  # to this trainer, too
+    setattr(type(trainer.model), PREPARED, True)  # for this trainer, too
     if trainer.optimizer is not None:
         take_parameters(trainer.optimizer, before, trainer.model)
     trainer.accelerator.clip_grad_norm_ = clipping(trainer)
