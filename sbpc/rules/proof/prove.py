@@ -218,7 +218,7 @@ def compare(
 def equal(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     """Whether two tensors are equal, or close where that is all that can be asked."""
     if not tolerance:
-        return torch.equal(found, expected)
+        return torch.equal(counted(found), counted(expected))
     return torch.allclose(counted(found), counted(expected), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
