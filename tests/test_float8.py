@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.errors import PlanError
+from sbpc.errors import PlanError, VerifyError
 from sbpc.mesh.states import Partial
+from sbpc.passes.verify import verify_boxed
 from sbpc.rules import match
 from tests import scaled
 from tests.compare import largest_error
@@ -104,6 +105,15 @@ def test_no_sum_goes_through_8_bits() -> None:
     for kind in (AHEAD, BACK):
         found = match(aten._to_copy.default, (x,), {"dtype": kind}, x.to(kind))
         assert found is not None and [str(s.outputs[0]) for s in found.signatures] == ["B", "S(0)", "S(1)"]
+
+
+def test_a_sum_of_8_bits_that_a_pass_wrote_is_refused() -> None:
+    model, args = made(False)
+    boxed = sbpc.baseline("data", model, args, Mesh(d=2)).boxed
+    node = next(node for node in boxed.graph.nodes if "step" in node.meta and node.meta["step"].before.partial)
+    node.meta["val"] = node.meta["val"].to(AHEAD)
+    with pytest.raises(VerifyError, match="float8_e4m3fn has no sums, and is in P"):
+        verify_boxed(boxed, Mesh(d=2))
 
 
 def test_scales_of_blocks_have_no_rule() -> None:
