@@ -239,9 +239,9 @@ def finish(
 def check_types(gm: GraphModule, mesh: Mesh) -> None:
     """Raises PlanError for a product of numbers that the devices of a mesh do not multiply."""
     device = mesh.cluster.device
-    for node in gm.graph.nodes if device is not None else ():
+    for node in gm.graph.nodes:
         match = node.meta.get("match")
-        if match is not None and match.product and device.lacks(match.kind):
+        if device is not None and match is not None and match.product and device.lacks(match.kind):
             name = repr(mesh.cluster.name)
             what = f"%{node.name} is a product of {match.kind}, which the devices of cluster {name} do not multiply"
             todo = (

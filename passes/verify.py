@@ -22,6 +22,7 @@ from sbpc.plans.options import AS_COMPUTED, Options
 from sbpc.plans.program_check import REPORT, require, verify_local
 from sbpc.plans.rank_programs import wrong_collectives
 from sbpc.plans.timeline import kind_of
+from sbpc.rules.binding import has_sums
 from sbpc.rules.sum_types import dtype_of, ends_sums, narrower, sum_types
 
 ADDED = torch.ops.aten.add.Tensor
@@ -162,6 +163,8 @@ def verify_boxed(gm: GraphModule, mesh: Mesh) -> int:
                 sums = EXCHANGE if step.collective == EXCHANGE else eight_bits(step.collective)
                 legal = all(part in steps(part.before, node.meta["val"].dim(), sums) for part in step.parts)
                 require(legal, f"{step} is no boxing step", node)
+                adds = step.before.partial or step.after.partial
+                require(not adds or has_sums(dtype_of(node)), f"{dtype_of(node)} has no sums, and is in P", node)
             edges += 1
     verify_buckets(gm)
     return edges

@@ -68,6 +68,9 @@ def test_what_is_multiplied_takes_as_long_as_its_type_does(monkeypatch: pytest.M
         return seconds(aten.mm.default, (a, a), a)
 
     half, single = product(torch.bfloat16), product(torch.float32)
+    a = torch.empty(4096, 4096, device="meta", dtype=torch.float8_e4m3fn)
+    eight = seconds(aten._scaled_mm.default, (a, a, x(), x(), None, None, torch.bfloat16), a.bfloat16())
+    assert 1.8 < half / eight < 2.0
     assert product(torch.float16) == half and 14 < single / half < 15 and 14 < product(torch.float64) / half < 15
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     assert 1.9 < product(torch.float32) / half < 2.0
@@ -78,9 +81,12 @@ def test_what_is_multiplied_takes_as_long_as_its_type_does(monkeypatch: pytest.M
         convolved[dtype] = seconds(aten.convolution.default, args, images.to(dtype))
     assert 1 < convolved[torch.float32] / convolved[torch.bfloat16] < 2  # tf32, but for what begins
     assert H100.device is not None
+    assert not H100.device.lacks("float8")
     some = replace(H100.device, float8=None, tf32=None, float32=None, float64=None)
     assert [some.times(kind) for kind in ("float8", "float32", "float64", "")] == [1.0, 2.0, 4.0, 1.0]
-    assert replace(some, bfloat16=None).times("float32") == 1.0  # of which nothing is known
+    assert some.lacks("float8") and not some.lacks("float64")
+    nothing = replace(some, bfloat16=None)
+    assert nothing.times("float32") == 1.0 and not nothing.lacks("float8")  # nothing is known of it
 
 
 def test_what_is_no_product_of_two_operands_has_no_shape() -> None:

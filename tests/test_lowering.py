@@ -19,6 +19,7 @@ from sbpc.errors import LayoutError
 from sbpc.graph.about import EXCHANGE, FLOAT32
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.states import counted
 from sbpc.plans.memory import emitted
 from tests.boxings import boxed_layouts, crops, layouts, meshes, numbers, positions, program, run_boxing, shapes
 
@@ -39,7 +40,7 @@ def check(taken: Sequence[Step], x: Tensor, mesh: Mesh, transpose: bool = False)
     for rank, part in enumerate(held):
         assert tuple(part.shape) == after.local_shape(x.shape, mesh.sizes, mesh.coordinates(rank))
         assert part.dtype == x.dtype
-    assert torch.equal(after.whole(held, mesh.sizes), x)
+    assert torch.equal(counted(after.whole(held, mesh.sizes)), counted(x))
     stated: Counter[str] = Counter()
     for step in taken:
         stated[mesh.key(step.axes)] += wire(step, x.shape, x.element_size(), mesh.sizes)[1]
@@ -58,6 +59,18 @@ def test_every_path_gives_the_same_tensor_and_sends_the_bytes_stated(
     taken = path(before, after, shape, dtype.itemsize, mesh)
     if taken:
         check(taken, numbers(shape, dtype), mesh, transpose)
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(mesh=meshes(), shape=shapes(), transpose=st.booleans(), data=st.data())
+def test_float8_is_moved_between_all_layouts_without_sums(
+    mesh: Mesh, shape: tuple[int, ...], transpose: bool, data: st.DataObject
+) -> None:
+    ends = layouts(len(shape), mesh.axes, partial=False)
+    taken = path(*(data.draw(st.sampled_from(ends)) for _ in range(2)), shape, 1, mesh, FLOAT32)
+    assert not any(step.after.partial for step in taken)
+    if taken:
+        check(taken, numbers(shape, torch.float8_e4m3fn), mesh, transpose)
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)

@@ -21,13 +21,14 @@ from torch.fx.node import map_arg
 
 from sbpc.errors import PlanError
 from sbpc.graph.about import REDUCE, SENDS, about
-from sbpc.graph.operands import operands, value_of
+from sbpc.graph.operands import named_arguments, operands, value_of, with_arguments
 from sbpc.graph.ports import GRADIENT, PARAMETER, Port, outputs, placeholders, results
 from sbpc.graph.rewrite import Writer, mode_of, rebuild
 from sbpc.mesh.collectives import EIGHT_BITS
 from sbpc.plans.options import AS_COMPUTED, Options
 from sbpc.rules.sum_types import CAST, dtype_of, is_cast_gradient, narrower, narrows, sum_types
 
+SCALED = torch.ops.aten._scaled_mm.default
 HALF = torch.bfloat16, torch.float16
 NO_MASTERS: Mapping[str, str] = MappingProxyType({})
 
@@ -148,9 +149,20 @@ class SumWriter(Writer):
         if node.target is CAST and read:
             return self.cast(self[read[0]], kind)
         if not read or dtype_of(node) == kind:
-            return self.cast(self.keep(node), kind)
+            return self.widened(node, kind) or self.cast(self.keep(node), kind)
         args, kwargs = map_arg((node.args, dict(node.kwargs)), self.__getitem__)
         return self.cast(self.made(node.target, args, kwargs, node.name), kind)
+
+    def widened(self, node: Node, kind: torch.dtype) -> Node | None:
+        """Writes a float8 product that gives the wider type itself, unrounded; None for any other call, and for one
+        with scales of rows or a bias: GPUs have no such kernel."""
+        if node.target is not SCALED:
+            return None
+        named = named_arguments(SCALED, node.args, node.kwargs)
+        if named["bias"] or any(named[name].meta["val"].numel() > 1 for name in ("scale_a", "scale_b")):
+            return None
+        args, kwargs = with_arguments(SCALED, node.args, dict(node.kwargs), {"out_dtype": kind})
+        return self.made(SCALED, *map_arg((tuple(args), kwargs), self.__getitem__), node.name)
 
     def cast(self, x: Node, dtype: torch.dtype) -> Node:
         """Writes a marked cast, where one is needed."""

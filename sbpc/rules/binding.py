@@ -222,10 +222,10 @@ def _linear_types(bound: Bound, inputs: Sequence[State], outputs: Sequence[State
 def _allowed(bound: Bound, signature: Signature) -> bool:
     """P is never bool, nor of 8 bits with a point: a sum of what is rounded to so few is no rounded sum."""
     pairs = zip(bound.values, (*signature.inputs, *signature.outputs))
-    return all(sums(value.dtype) for value, state in pairs if isinstance(state, Partial))
+    return all(has_sums(value.dtype) for value, state in pairs if isinstance(state, Partial))
 
 
-def sums(dtype: torch.dtype | None) -> bool:
+def has_sums(dtype: torch.dtype | None) -> bool:
     """Whether tensors of a type can be in P."""
     return dtype is None or not (dtype == torch.bool or of_8_bits(dtype))
 

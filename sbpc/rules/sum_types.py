@@ -17,7 +17,7 @@ from sbpc.graph.about import FLOAT32, REDUCE, SENDS, is_boxing
 from sbpc.graph.operands import is_sum, operands, value_of
 from sbpc.graph.ports import GRADIENT, PARAMETER, outputs, placeholders
 from sbpc.mesh.states import P
-from sbpc.rules.binding import sums
+from sbpc.rules.binding import has_sums
 
 CAST = torch.ops.aten._to_copy.default
 
@@ -55,7 +55,7 @@ def begins_sums(node: Node) -> bool:
 def sums_of(maker: Node, readers: Iterable[Node]) -> str | None:
     """Returns how the sum of a value is taken if it is cast to a wider type then, or was cast from one, or has 8 bits,
     of which there are no sums: see `STEPS` of `sbpc.boxing.steps`. None for any other value."""
-    if not sums(dtype_of(value_of(maker)[0])):
+    if not has_sums(dtype_of(value_of(maker)[0])):
         return FLOAT32
     marks = [str(reader.meta[REDUCE]) for reader in readers if begins_sums(reader)]
     return FLOAT32 if is_cast_gradient(maker) else marks[0] if marks else None

@@ -18,7 +18,7 @@ from sbpc.errors import RuleError
 from sbpc.graph.operands import with_arguments
 from sbpc.mesh.layout import Layout, chunk
 from sbpc.mesh.states import B, Names, Numbers, P, Partial, Split, State, chunk_sizes, shards
-from sbpc.rules.binding import Signature, flat_outputs, sums
+from sbpc.rules.binding import Signature, flat_outputs, has_sums
 from sbpc.rules.proof.prove import AXES, BROKEN, Case, Refuted, call, compare, swapped
 from sbpc.rules.proof.worker import Lost, attempt
 
@@ -129,7 +129,7 @@ def of_pattern(one: Case, pattern: Pattern, reductions: Sequence[Partial]) -> li
         return []
     calls = [one, *filter(runs, others(one))]
     exact = all(not value.is_floating_point() for value in one.operands)
-    added = [sums(value.dtype) and (exact or value.is_floating_point()) for value in one.operands]
+    added = [has_sums(value.dtype) and (exact or value.is_floating_point()) for value in one.operands]
     numbers = [at for at, dim in enumerate(dims) if dim is None and added[at]]
     found = []
     for count in range(len(numbers) + 1):
@@ -247,7 +247,7 @@ def in_state(parts: Sequence[Any], state: State, expected: Any, one: Case) -> bo
     """Whether these parts of an output are in a state; what is no tensor is in any."""
     if not isinstance(expected, Tensor):
         return True
-    no_number = not sums(expected.dtype) or (expected.is_complex() and state != P)  # complex ones have no order
+    no_number = not has_sums(expected.dtype) or (expected.is_complex() and state != P)  # complex ones have no order
     if (isinstance(state, Partial) and no_number) or not all(isinstance(part, Tensor) for part in parts):
         return False
     try:

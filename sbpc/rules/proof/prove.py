@@ -23,7 +23,7 @@ from sbpc.errors import LayoutError, RuleError, shown
 from sbpc.graph.operands import leaves, named_arguments
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.states import Axes, B, Ints, Numbers, P, Split, State, chunk_sizes, counted
-from sbpc.rules.binding import Signature, flat_outputs, sums
+from sbpc.rules.binding import Signature, flat_outputs, has_sums
 from sbpc.rules.match import Match, Phases
 from sbpc.rules.registry import match
 from sbpc.rules.strides import laid_out
@@ -218,7 +218,7 @@ def compare(
 def equal(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     """Whether two tensors are equal, or close where that is all that can be asked."""
     if not tolerance:
-        return torch.equal(found, expected)
+        return torch.equal(counted(found), counted(expected))
     return torch.allclose(counted(found), counted(expected), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
@@ -249,7 +249,7 @@ def mutations(signature: Signature, one: Case) -> Iterator[tuple[int, State]]:
         if not isinstance(output, Tensor) or output.numel() == 0:
             continue
         others: list[State] = [B, P, *(Split(dim) for dim in range(output.dim()))]
-        if at in one.zero or not sums(output.dtype) or not one.values:
+        if at in one.zero or not has_sums(output.dtype) or not one.values:
             others = [other for other in others if other not in ((B, P) if state in (B, P) else ())]
         yield from ((at, other) for other in others if other != state)
 
