@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sbpc._compat import OpOverload
 from sbpc.graph.random_bits import LIBRARY
 
 aten = torch.ops.aten
@@ -85,7 +86,7 @@ def lines(text: str) -> tuple[Line, ...]:
     except (SyntaxError, AttributeError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{text!r} is no function of FlexAttention") from error
     for each in found:
-        if not isinstance(each.op, torch._ops.OpOverload) or not may_stand(each.op):
+        if not isinstance(each.op, OpOverload) or not may_stand(each.op):
             raise ValueError(f"{text!r} may not call {each.op}")
     return tuple(found)
 
