@@ -13,8 +13,8 @@ from torch.nn.attention import flex_attention as flex
 import sbpc
 from sbpc import Mesh
 from sbpc.graph.flex import BACKWARD, FORWARD
-from tests import flex_cases, flexible
-from tests.compare import compare
+from tests import flex_cases, flexible, hf_models
+from tests.compare import compare, eager
 from tests.duality import Dual, missing
 from tests.random_plans import random_plan
 
@@ -94,3 +94,18 @@ def test_what_is_read_of_the_logsumexp_has_its_gradient() -> None:
         plan = sbpc.plan(model, args, Mesh(x=2))
     for each in (plan, *(random_plan(plan, seed) for seed in range(3))):
         assert compare(each, model, args, outputs, gradients) <= 1e-10
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_model_of_transformers_with_flex_attention_equals_one_device() -> None:
+    model, kwargs = hf_models.MODELS["llama"]("sdpa", 1)
+    kwargs["attention_mask"] = torch.ones_like(kwargs["input_ids"])
+    kwargs["attention_mask"][1, -3:] = 0
+    model = model.double()
+    with hf_models.Doubled():
+        outputs, gradients = eager(model, (), kwargs)
+        model.set_attn_implementation("flex_attention")
+        plan = sbpc.plan(model, (), Mesh(x=2), kwargs=kwargs)
+    assert not plan.notes and any(node.target is FORWARD for node in plan.graph.graph.nodes)
+    for each in (plan, random_plan(plan, 0)):
+        assert compare(each, model, (), outputs, gradients, kwargs) <= 1e-9
