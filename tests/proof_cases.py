@@ -11,7 +11,7 @@ from sbpc.graph.expert_rows import GATHER, SCATTER
 from sbpc.graph.random_bits import BITS
 from sbpc.rules.proof.prove import STAND_INS, Case
 from sbpc.rules.strides import laid_out
-from tests import cuda_cases, layer_cases
+from tests import cuda_cases, flex_cases, layer_cases
 from tests.samples import case, close, f, x, y
 
 aten = torch.ops.aten
@@ -317,6 +317,8 @@ def index() -> list[Case]:
     ]
 
 
-FAMILIES = {
-    made.__name__: made for made in (matmul, reductions, views, factories, index, cuda_cases.cuda)
-} | layer_cases.FAMILIES
+FAMILIES = (
+    {made.__name__: made for made in (matmul, reductions, views, factories, index, cuda_cases.cuda)}
+    | layer_cases.FAMILIES
+    | flex_cases.FAMILIES
+)

@@ -16,6 +16,7 @@ from sbpc.errors import CaptureError
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
 SBPC = os.path.dirname(errors.__file__) + os.sep
+INSTEAD = (os.path.join(os.path.dirname(__file__), "flex.py"),)  # which runs in the place of torch's own
 SourceLine = tuple[str, int, str]  # file, number, function
 
 
@@ -53,7 +54,7 @@ def user_error(what: str, stack: str, todo: str) -> CaptureError:
 @functools.lru_cache(maxsize=1 << 12)
 def _owner(file: str) -> str:
     """Returns whose file it is: "torch" (with what has no source to show, such as <string>), "sbpc" or "user"."""
-    if file.startswith(("<", TORCH)):
+    if file.startswith(("<", TORCH)) or file in INSTEAD:
         return "torch"
     return "sbpc" if file.startswith(SBPC) else "user"
 

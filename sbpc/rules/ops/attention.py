@@ -4,22 +4,17 @@ A causal mask speaks of places in the whole sequence: on a rank that has a part 
 the keys, it is written out from where that part begins. The pairs that it hides are among the flops: with a written
 mask they are computed.
 
-Each of g key heads serves r query heads. Packed sequences, one behind the other, are cut by their heads alone: where
-one ends, the data says. The ops of CUDA run on no CPU: their rules are proved on formulas in their
+Each of g key heads serves r query heads. The ops of CUDA run on no CPU: their rules are proved on formulas in their
 place, which give what the kernels are documented to give.
 """
 
 from __future__ import annotations
 
-import functools
-import math
 from typing import Any
 
-import torch
-
-from sbpc._compat import OpOverload
-from sbpc.rules.match import Arguments, Entry, Kernel, Match, Shard, Write
-from sbpc.rules.registry import GENERATORS, rule
+from sbpc.rules.match import Arguments, Write
+from sbpc.rules.registry import rule
+from sbpc.rules.written_mask import written_mask
 
 Q, K, V, OUT = "b (g r) s d", "b g t d", "b g t e", "b (g r) s e"
 EXACT, PADDED = "b (g r) s", "b (g r) l"  # logsumexp: one number per query, or padded to a multiple of 32
@@ -42,29 +37,6 @@ def _fixed(given: Arguments, mask: str, lse: str) -> str:
 def _place(given: Arguments) -> str:
     """A causal mask needs to know where a rank's queries and keys begin."""
     return " ; idx s ; idx t" if given["is_causal"] else ""
-
-
-def written_mask(name: str) -> Kernel:
-    """Runs the op where queries or keys are split with its causal mask written out as argument `name`: -inf where a
-    key comes later."""
-
-    def local(shard: Shard) -> Any:
-        if not shard.offsets:
-            return shard.plain()
-        call, query = shard.aten, shard.given["query"]
-
-        def places(dim: str) -> Any:
-            here = call("cumsum", call("new_ones", query, [shard.local[dim]], dtype=torch.int64), 0)
-            return call("add.Tensor", here, shard.offsets[dim]) if dim in shard.offsets else here
-
-        later = call("gt.Tensor", places("t"), call("unsqueeze", places("s"), 1))
-        mask = call("new_zeros", query, [1, 1, shard.local["s"], shard.local["t"]])
-        mask = call("masked_fill.Scalar", mask, later, -math.inf)
-        if shard.given[name] is not None:
-            mask = call("add.Tensor", shard.given[name], mask)
-        return shard.plain(is_causal=False, **{name: mask})
-
-    return local
 
 
 def forward(mask: str, lse: str, absent: int = 0) -> Write:
@@ -108,38 +80,6 @@ def backward(mask: str, lse: str, more: str = "") -> Write:
     return write
 
 
-def packed(given: Arguments) -> tuple[str, str]:
-    """The further operands and the clauses that both have in common of attention over packed sequences. m: the length
-    of the longest keys, w: of the window before a query, if it has one."""
-    left, right = given.get("window_size") or (-1, -1)  # older torch knows no windows
-    window = f", window_size=[w {right}]" if left > 0 and right >= 0 else ""
-    places = " ; idx s ; idx t" if given["is_causal"] or right == 0 else ""
-    return f", cu_seq_q=n, cu_seq_k=c, max_k=[m]{window}", f"fix s t d n c m{' w' if window else ''}{places}"
-
-
-def packed_forward(given: Arguments, outputs: Any) -> str | None:
-    """Keys that lie in pages belong to no sequence before the data says so: there is no rule for them."""
-    if given.get("block_table") is not None:
-        return None
-    more, clauses = packed(given)
-    used = given.get("seqused_k") is not None
-    sign = f"s (g r) d, t g d, t g d{more}{', seqused_k=u' if used else ''} -> s (g r) d, (g r) s, _"
-    return f"{sign}{' ; fix u' if used else ''} ; lin(2 -> 0) ; {clauses}"
-
-
-def packed_backward(given: Arguments, outputs: Any) -> str:
-    """Linear as the others are, see `backward`."""
-    more, clauses = packed(given)
-    queries, keys = "s (g r) d", "t g d"
-    operands = f"{queries}, {queries}, {keys}, {keys}, {queries}, (g r) s{more}, rng_state=p"
-    return f"{operands} -> {queries}, {keys}, {keys} ; +r ; fix p ; lin(0) ; lin(3,4 -> 0,1) ; {clauses}"
-
-
-def counted(products: int, m: Match) -> str:
-    """The flops of packed sequences as if all were as long as the longest, and no window longer."""
-    return f"{2 * products * m.keys(m.sizes)} g r s d"
-
-
 def along(operands: int, function: str, *clauses: str) -> Write:
     """The rule of an op along dim `dim` of operands of one shape, that dim split through `function`."""
 
@@ -170,20 +110,3 @@ for name, mask, lse, absent, more, nonempty in (
     rule(f"{op}_backward", backward(mask, lse, more), flops=BACK, nonempty=nonempty + sequence, local=local)
 rule("_softmax", along(1, "softmax"))
 rule("_softmax_backward_data", along(2, "softmax_backward", "lin(0)"))
-
-PACKED = {
-    "_varlen_attn": (packed_forward, functools.partial(counted, 2), "s"),
-    "_varlen_attn_backward": (packed_backward, functools.partial(counted, 5), "s t"),
-}  # by op of torch.nn.attention.varlen, which is not there before that is imported: that takes seconds
-
-
-def late(op: OpOverload) -> Entry | None:
-    """The row of an op of PACKED."""
-    space, _, name = op._schema.name.partition("::")
-    if space != "torch_attn" or name not in PACKED:
-        return None
-    write, flops, nonempty = PACKED[name]
-    return Entry(op, write, flops, nonempty=("g", *nonempty.split()))
-
-
-GENERATORS.append(late)
