@@ -34,7 +34,8 @@ SHARES = 8  # of what links weigh when plans are bounded, one link has one part 
 # fraction of the seconds by which two plans may differ and count as about as fast, so that computing counts, too
 EQUAL = 1e-2
 CLOSE = 1e-3  # fraction by which a plan is busy for longer than a bound, below which no other plan is looked for
-# what a boxing counts at first that no one waits for, and how many plans are looked for where it does not count whole
+# what a boxing counts at first that no one waits for, and how many plans, and one, are looked for where it does not
+# count whole
 HIDDEN, TURNS = 0.2, 4
 LOOSE = 5e-2  # fraction by which a bound is to be below what plans are busy for, that a better one is looked for
 
@@ -171,10 +172,13 @@ def choose(
     if rounds:
         prover.improve_at_weights(layouts_at, plan.mesh, list(map(bare_seconds, candidates)))
     best, hidden = fastest(candidates, options.memory or math.inf), HIDDEN
-    for _ in range(TURNS):
+    for turn in range(TURNS + 1):
         if where_it_counts is None or best.cost.seconds <= best.cost.compute_seconds * (1 + EQUAL):
             break  # it waits for no link
-        offer(where_it_counts(*parts_that_count(best, hidden)))
+        if turn < TURNS:
+            offer(where_it_counts(*parts_that_count(best, hidden)))
+        else:  # once as if nothing waited for what the plan does not box: it may go beside kernels
+            offer(where_it_counts(parts_that_count(best, HIDDEN)[0], HIDDEN))
         before, best = best, fastest(candidates, options.memory or math.inf)
         hidden = hidden if best is not before else (1 + hidden) / 2
     return overlapped(best, options, prover, min(prover.bound, best.cost.seconds), plan.lower_bound)
