@@ -187,12 +187,14 @@ def verify_sums(gm: GraphModule) -> None:
 def verify_sent(gm: GraphModule, boxed: GraphModule, options: Options) -> None:
     """Checks that nothing but gradients and parameters of float32 is sent in 8 bits, in the types that options name.
     gm: the annotated graph."""
+    sent = {node: eight_bits(node.meta["step"].collective) for node in boxed.graph.nodes if "step" in node.meta}
+    if not any(sent.values()):
+        return
     gradients = {value_of(node)[0].name for node, kind in sum_types(gm).items() if kind == torch.float32}
     known = dict.fromkeys(gradients, options.reduce)
     known |= {node.name: options.gather for node in placeholders(gm, PARAMETER).values()}
-    for node in boxed.graph.nodes:
-        if "step" in node.meta and eight_bits(node.meta["step"].collective):
-            kind = eight_bits(node.meta["step"].collective)
+    for node, kind in sent.items():
+        if kind:
             fits = known.get(node.meta["of"]) == kind and dtype_of(node) == torch.float32
             require(fits, f"what is no gradient or parameter to be sent so is sent in {kind}", node)
 

@@ -1,10 +1,11 @@
 """Chooses the plan whose step is shortest when collectives run beside computing, and bounds the steps of all plans.
 
-A plan that is busy for C seconds of computing and M_l on link l takes T >= max(C, M_1, ...). So for weights w that
-sum to 1, T >= w_0 C + sum w_l M_l, and the least of that over all plans is a layout problem with scaled costs, whose
-certified bound is a bound of T. Plans are looked for at equal weights and halfway to those at which the plans so far
+A plan that is busy for C seconds of computing and M_l on link l takes T >= max(C, M_1, ...). While a link is busy,
+kernels lose a part t of the device to it, whatever they do then: T >= C + t M_l. So for weights w that sum to 1,
+T >= w_0 (C + t sum v_l M_l) + sum w_l M_l with any v that sum to 1, and the least of that over all plans is a layout
+problem with scaled costs, whose certified bound is a bound of T. Plans are looked for at equal weights and halfway to those at which the plans so far
 cost most; bounds, which cost more time, at weights of computing alone, where every call is at its least, and once
-near the weights at which all plans cost most, if those leave much. Collectives that go in one message share a
+at the weights of `bounding` at which all plans cost most, if those leave much. Collectives that go in one message share a
 latency, so in these problems there is none.
 
 Weights know no time: at the ends of a step there is nothing beside which a collective could run. So the best plan is
@@ -16,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -29,10 +30,12 @@ from sbpc.plans.timeline import ACROSS, COMPUTE, INSIDE, STREAMS, critical_secon
 
 Weights = Mapping[str, float]
 GRID, LEAST = 32, 1 / 1024  # weights are multiples of one part of GRID, or, of all but one stream, as small as LEAST
+SHARES = 8  # of what links weigh when plans are bounded, one link has one part of them at least
 # fraction of the seconds by which two plans may differ and count as about as fast, so that computing counts, too
 EQUAL = 1e-2
 CLOSE = 1e-3  # fraction by which a plan is busy for longer than a bound, below which no other plan is looked for
-# what a boxing counts at first that no one waits for, and how many plans are looked for where it does not count whole
+# what a boxing counts at first that no one waits for, and how many plans, and one, are looked for where it does not
+# count whole
 HIDDEN, TURNS = 0.2, 4
 LOOSE = 5e-2  # fraction by which a bound is to be below what plans are busy for, that a better one is looked for
 
@@ -95,6 +98,15 @@ class Overlap:
         self.improve(computing, computing.bound_apart())
         self.least = computing.least
 
+    def improve_at_weights(self, layouts_at: LayoutsAt, mesh: Mesh, loads: list[Mapping[str, float]]) -> None:
+        """Takes the bound near the weights at which plans cost most, if these leave much. loads: busy seconds of
+        plans."""
+        ways = bounding(streams_of(mesh), mesh.cluster.taken)
+        weights = max(ways, key=lambda weights: lightest(weights, loads), default=None)
+        if weights is not None and lightest(weights, loads) > self.bound * (1 + LOOSE):
+            layouts = layouts_at(weights)
+            self.improve(layouts, layouts.bound())
+
     @property
     def proof(self) -> Any:
         """The multipliers of the best bound."""
@@ -156,17 +168,17 @@ def choose(
                 break
         if turn:  # halfway: the layouts of equal weights are good ones, the bound of the others is
             weights = {stream: (weights[stream] + equal[stream]) / 2 for stream in streams}
-        layouts = layouts_at(weights)
-        offer(layouts.solve(bounded=False)[0])
-    weights, most = heaviest(streams, list(map(bare_seconds, candidates)))
-    if rounds and most > prover.bound * (1 + LOOSE):  # equal parts again, as links that cost nothing prove nothing
-        layouts = layouts_at({stream: (3 * weights[stream] + equal[stream]) / 4 for stream in streams})
-        prover.improve(layouts, layouts.bound())
+        offer(layouts_at(weights).solve(bounded=False)[0])
+    if rounds:
+        prover.improve_at_weights(layouts_at, plan.mesh, list(map(bare_seconds, candidates)))
     best, hidden = fastest(candidates, options.memory or math.inf), HIDDEN
-    for _ in range(TURNS):
+    for turn in range(TURNS + 1):
         if where_it_counts is None or best.cost.seconds <= best.cost.compute_seconds * (1 + EQUAL):
             break  # it waits for no link
-        offer(where_it_counts(*parts_that_count(best, hidden)))
+        if turn < TURNS:
+            offer(where_it_counts(*parts_that_count(best, hidden)))
+        else:  # once as if nothing waited for what the plan does not box: it may go beside kernels
+            offer(where_it_counts(parts_that_count(best, HIDDEN)[0], HIDDEN))
         before, best = best, fastest(candidates, options.memory or math.inf)
         hidden = hidden if best is not before else (1 + hidden) / 2
     return overlapped(best, options, prover, min(prover.bound, best.cost.seconds), plan.lower_bound)
@@ -193,13 +205,9 @@ def bounded(plan: Plan, options: Options, layouts_at: LayoutsAt) -> Plan:
 
     plan: solved as if nothing overlapped. options: of the plan to be returned. layouts_at: as of `choose`.
     """
-    prover, alone, streams = Overlap.of(plan), overlapped(plan, options), streams_of(plan.mesh)
+    prover, alone = Overlap.of(plan), overlapped(plan, options)
     prover.improve_by_computing(layouts_at)
-    equal = dict.fromkeys(streams, 1 / len(streams))
-    # no bound of equal weights is above what this plan costs at them
-    if has_latency(plan.mesh) and sum(bare_seconds(alone).values()) / len(streams) > prover.bound:
-        layouts = layouts_at(equal)
-        prover.improve(layouts, layouts.bound())
+    prover.improve_at_weights(layouts_at, plan.mesh, [bare_seconds(alone)])
     return overlapped(alone, options, prover, min(prover.bound, alone.cost.seconds), plan.lower_bound)
 
 
@@ -211,7 +219,7 @@ def fastest(plans: Sequence[Plan], limit: float) -> Plan:
     """
     most, near = math.inf, list[Plan]()
     for plan in plans:
-        if max(bare_seconds(plan).values()) <= most and (not near or plan.cost.memory["total"] <= limit):
+        if least_seconds(plan) <= most and (not near or plan.cost.memory["total"] <= limit):
             near.append(plan)
             most = min(most, plan.cost.seconds * (1 + EQUAL))
     near = [plan for plan in near if plan.cost.seconds <= most]
@@ -246,17 +254,39 @@ def bare_seconds(plan: Plan) -> Mapping[str, float]:
     return busy
 
 
+def least_seconds(plan: Plan) -> float:
+    """Returns what the step of a plan takes at least, by what it keeps streams busy."""
+    busy = bare_seconds(plan)
+    sent = max(seconds for stream, seconds in busy.items() if stream != COMPUTE)
+    return max(sent, busy[COMPUTE] + plan.mesh.cluster.taken * sent)
+
+
 def heaviest(streams: tuple[str, ...], loads: list[Mapping[str, float]]) -> tuple[dict[str, float], float]:
     """Returns the weights at which the cheapest of some loads costs most, and what it costs there: on a grid, none
     of them 0."""
     parts = itertools.product([LEAST, *(part / GRID for part in range(1, GRID)), 1 - LEAST], repeat=len(streams) - 1)
-    grid = [(*rest, 1 - sum(rest)) for rest in parts if 1 - sum(rest) >= LEAST]
+    grid = [dict(zip(streams, (*rest, 1 - sum(rest)))) for rest in parts if 1 - sum(rest) >= LEAST]
+    best = max(grid, key=lambda weights: lightest(weights, loads))
+    return best, lightest(best, loads)
 
-    def cost(parts: tuple[float, ...]) -> float:
-        return min(sum(part * load[stream] for part, stream in zip(parts, streams)) for load in loads)
 
-    best = max(grid, key=cost)
-    return dict(zip(streams, best)), cost(best)
+def lightest(weights: Weights, loads: Iterable[Mapping[str, float]]) -> float:
+    """Returns what the cheapest of some loads costs at some weights."""
+    return min(sum(weight * load[stream] for stream, weight in weights.items()) for load in loads)
+
+
+def bounding(streams: tuple[str, ...], taken: float) -> Iterator[dict[str, float]]:
+    """Yields weights of which each bounds a step, and no link has none: what costs nothing proves nothing.
+
+    taken: the part of the device that a collective takes from kernels, which the links pay for, too.
+    """
+    compute, *links = streams
+    shares = (
+        [(1.0,)] if len(links) == 1 else [(part / SHARES, 1 - part / SHARES) for part in (1, SHARES // 2, SHARES - 1)]
+    )
+    for part, share in itertools.product(range(1, GRID + bool(taken)), shares if links else []):
+        sent = 1 - part / GRID + taken * part / GRID
+        yield {compute: part / GRID, **{link: sent * each for link, each in zip(links, share)}}
 
 
 def has_latency(mesh: Mesh) -> bool:

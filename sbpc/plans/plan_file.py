@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from sbpc._compat import OpOverload
+from sbpc._compat import LazyGraphModule, OpOverload
 from sbpc.errors import PlanError, SbpcError, check_kinds, printable
 from sbpc.graph.about import ORIGIN, PANEL_OF, about
 from sbpc.graph.ports import Port, Ports
@@ -248,7 +248,7 @@ class Decoder:
                 raise self.fail(f"a node is called {item['name']!r}")  # as Python has it, or another node
         if [node.op for node in graph.nodes].index("output") != len(nodes) - 1:
             raise self.fail("a graph that goes on behind its output")
-        gm = GraphModule(root, graph)
+        gm = LazyGraphModule(root, graph)
         gm.meta["bounds"] = check_graph(gm, self.made, collectives, given)
         return gm
 

@@ -97,8 +97,8 @@ def sum_types(gm: GraphModule) -> dict[Node, torch.dtype]:
     for node in reversed(gm.graph.nodes):
         if node.op == "call_function" and dtype_of(node) is not None:
             readers = [user for user in node.users if user.op != "output"]
-            types = [*left.get(node, ()), *(found.get(user) if keeps_sums(user, node) else None for user in readers)]
-            if (kind := widest(types)) is not None:
+            types = [*left.get(node, ()), *map(found.get, readers)]
+            if (kind := widest(types)) is not None and all(keeps_sums(user, node) for user in readers):
                 found[node] = kind
     return found
 
