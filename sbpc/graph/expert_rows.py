@@ -127,4 +127,5 @@ for function in (gather_rows, scatter_rows):
     torch.library.register_fake(f"sbpc::{function.__name__}", function, lib=LIBRARY)
 GATHER, SCATTER = torch.ops.sbpc.gather_rows.default, torch.ops.sbpc.scatter_rows.default
 COUNTS = torch.ops.sbpc.row_counts.default
+COUNTING = COUNTS, torch.ops.sbpc.rows_by_number.default, torch.ops.sbpc.rows_by_place.default  # by what data says
 MESSAGE = {GATHER: 3, SCATTER: 0}  # which of the operands and the result is sent where rows are shared out
