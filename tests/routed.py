@@ -39,12 +39,16 @@ class Layer(nn.Module):
         ends = torch.cumsum(count, 0, dtype=torch.int32)
         up, down = self.experts["up"], self.experts["down"]
         made = product(F.silu(product(rows[order // self.chosen], up.mT, ends)), down.mT, ends)
-        made = made * weights.flatten()[order].unsqueeze(-1)
+        made = self.sorted_rows(made * weights.flatten()[order].unsqueeze(-1))
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order))
         mixed = made[back].view(*weights.shape, -1).sum(1)
         balance = (share.mean(0) * (count / count.sum())).sum()
         return (rows + mixed).view_as(x), balance
+
+    def sorted_rows(self, rows: Tensor) -> Tensor:
+        """What is done to rows as they are sorted."""
+        return rows
 
 
 class Routed(Layer):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
+from sbpc.errors import LoopError
+from sbpc.graph.about import RECOMPUTES
 from sbpc.mesh.states import Ragged
 from tests.compare import largest_error
-from tests.routed import ROUTINGS, Layers, batch
-from tests.test_shared_rows import PRODUCT, states
+from tests.processes import run_ranks
+from tests.routed import ROUTINGS, Layer, Layers, Routed, batch
+from tests.test_shared_rows import PRODUCT, rows_sent, states
 
 PIPE: dict[str, Any] = {"pipe": 2, "a": 2}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -49,3 +53,94 @@ def test_steps_in_parts_equal_one_device_whatever_the_routing(case: str) -> None
     assert plan.verify() > 100
     for routing in ROUTINGS:
         assert largest_error(plan, model, batch(routing, experts=8)) <= 1e-10, routing
+
+
+def test_a_micro_batch_sends_its_own_rows_that_go_elsewhere() -> None:
+    torch.manual_seed(0)
+    model = Layers(1).double()
+    plan = sbpc.plan(model, batch(), Mesh(a=2), pin={"*experts*": "S(0)"}, microbatches=2, schedule="breadth-first")
+    columns = 4 * 8 + 2  # there and back, in the forward and in the backward, and weights and their gradients
+    sent = []
+    for routing in ROUTINGS:
+        x, favour = batch(routing)
+        rows = sum(rows_sent(model.layers[0], part, favour, 2) for part in x.chunk(2))  # type: ignore[arg-type]
+        run = sbpc.simulate(plan, model, (x, favour))
+        sent.append(run.bytes_sent["a"] - rows * columns * 8 / 2)
+        assert run.peak_memory <= plan.cost.memory["total"]
+    assert sent == pytest.approx([sent[0]] * len(ROUTINGS), rel=1e-12)
+
+
+def train(plan: sbpc.Plan) -> list[float]:
+    """Losses of Adam's steps on this rank, and what the weights are then."""
+    torch.manual_seed(0)
+    return losses(sbpc.parallelize(Layers(experts=8).double(), plan))
+
+
+def losses(model: Any) -> list[float]:
+    """Losses of three of Adam's steps with other routings, and the sum of all squares of weights behind them."""
+    optimizer, found = torch.optim.Adam(model.parameters(), lr=1e-2), []
+    for routing in ("as it comes", "all to one", "the last ones idle"):
+        optimizer.zero_grad()
+        args = batch(routing, experts=8)
+        if hasattr(model, "step"):
+            loss = model.step(*args)
+        else:
+            loss = model(*args)
+            loss.backward()
+        optimizer.step()
+        found.append(float(loss))
+    whole = sbpc.full_state_dict(model) if hasattr(model, "step") else model.state_dict()
+    return [*found, *(float(value.square().sum()) for value in (whole or {}).values())]
+
+
+@pytest.mark.parametrize("case", ["stages", pytest.param("on two axes", marks=pytest.mark.prove)])
+def test_adam_steps_in_parts_on_four_ranks_equal_one_process(case: str) -> None:
+    torch.manual_seed(0)
+    model = Layers(experts=8).double()
+    plan = planned(case, model)
+    expected = losses(model)
+    for rank, found in enumerate(run_ranks(train, 4, plan)):
+        assert isinstance(found, list), found
+        assert found == pytest.approx(expected if rank == 0 else expected[: len(found)], rel=1e-10)
+
+
+@pytest.mark.parametrize("form", ["selective", "full"])
+def test_what_a_router_decides_is_not_computed_again(form: str) -> None:
+    """Nor what is made of that alone: how rows are sorted, and counted."""
+    torch.manual_seed(0)
+    model = Layers().double()
+    plan = sbpc.plan(model, batch(), Mesh(a=2), recompute=form, pin={"*experts*": "S(0)"})
+    again = Counter(str(n.target) for n in plan.graph.graph.nodes if RECOMPUTES in n.meta)
+    decided = {f"aten.{op}.default" for op in ("topk", "histc", "cumsum", "index_put", "floor_divide")}
+    assert again and not decided & again.keys() and "aten.sort.stable" not in again
+    values = [node for node in plan.graph.graph.nodes if RECOMPUTES in node.meta and "val" in node.meta]
+    assert all(value.meta["val"].is_floating_point() for value in values)
+
+
+class InOrder(Layer):
+    """Experts that scale rows by the places at which they are sorted, which the whole batch decides."""
+
+    def sorted_rows(self, rows: Tensor) -> Tensor:
+        return rows * torch.linspace(0.5, 1.5, len(rows), dtype=rows.dtype).unsqueeze(-1)
+
+
+def test_rows_whose_order_something_reads_are_sorted_by_the_whole_batch() -> None:
+    torch.manual_seed(0)
+    model = Layers(1).double()
+    model.layers[0] = InOrder().double()
+    plan = sbpc.plan(model, batch(), Mesh(a=2), microbatches=2)
+    assert plan.loop is None and largest_error(plan, model, batch("one idle")) <= 1e-10
+    with pytest.raises(LoopError, match="each micro-batch needs the whole batch's value"):
+        sbpc.plan(model, batch(), Mesh(pipe=2, a=2), microbatches=2, stages="pipe")
+
+
+def test_micro_batches_balance_experts_over_the_whole_batch() -> None:
+    """A loss of how evenly rows go is no sum over micro-batches: these are written out, and a loop is refused."""
+    torch.manual_seed(0)
+    model = Routed().double()
+    plan = sbpc.plan(model, batch(), Mesh(a=2), pin={"experts*": "S(0)"}, microbatches=2)
+    assert plan.loop is None and any(Ragged(0) in states(node) for node in plan.graph.graph.nodes)
+    for routing in ROUTINGS:
+        assert largest_error(plan, model, batch(routing)) <= 1e-10, routing
+    with pytest.raises(LoopError, match="needs the whole batch's value"):
+        sbpc.plan(model, batch(), Mesh(a=2), microbatches=2, schedule="breadth-first")
