@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,15 +13,24 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.errors import LoopError
+from sbpc.errors import LoopError, PlanError
 from sbpc.graph.about import RECOMPUTES
 from sbpc.mesh.states import Ragged
+from sbpc.plans.measure import dispatch_of
+from sbpc.plans.timeline import COMPUTE, works
 from tests.compare import largest_error
 from tests.processes import run_ranks
 from tests.routed import ROUTINGS, Layer, Layers, Routed, batch
 from tests.test_shared_rows import PRODUCT, rows_sent, states
 
 PIPE: dict[str, Any] = {"pipe": 2, "a": 2}
+# what is sent takes about as long as what is computed, and neither has a start
+EVEN = replace(
+    Mesh(a=2, cluster="h100").cluster,
+    **{"device": None, "collectives": (), "ways": (), "launch": 0.0, "intra_latency": 0.0, "inter_latency": 0.0},
+    **{"peak": 1e10, "memory_bandwidth": 1e12, "intra_bandwidth": 1e9, "inter_bandwidth": 1e9},
+    **{"kernels_beside": 1.0, "links_beside": 1.0},
+)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "micro-batches": ({"a": 4}, {"microbatches": 2, "schedule": "breadth-first"}),
     "on two axes": ({"a": 2, "b": 2}, {"microbatches": 4}),
@@ -30,16 +41,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "recomputed": ({"a": 2, "b": 2}, {"recompute": "full"}),
     "partly": ({"a": 2}, {"recompute": "selective", "microbatches": 2}),
     "stages, recomputed": (PIPE, {"stages": "pipe", "microbatches": 2, "recompute": "full"}),
+    "halves": ({"a": 4, "cluster": EVEN}, {}),
 }
 
 
 def planned(case: str, model: nn.Module, **more: Any) -> sbpc.Plan:
     """The plan of a case, whose experts are split over its axes but that of stages, at most two of them."""
     sizes, options = CASES[case]
-    axes = [axis for axis in sizes if axis != "pipe"][:2]
-    pin = ", ".join("S(0)" if axis in axes else "B" for axis in sizes if axis != "pipe")
-    pins = {"*experts*": f"[{pin}]" if (len(sizes) > 1 and "pipe" not in sizes) or len(axes) > 1 else f"S(0)@{axes[0]}"}
-    return sbpc.plan(model, batch(experts=8), Mesh(**sizes), pin=pins, **options, **more)
+    axes = [axis for axis in sizes if axis not in ("pipe", "cluster")]
+    pin = f"[{', '.join(['S(0)', 'S(0)', 'B'][: len(axes)])}]" if len(axes) > 1 else f"S(0)@{axes[0]}"
+    return sbpc.plan(model, batch(experts=8), Mesh(**sizes), pin={"*experts*": pin}, **options, **more)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -50,6 +61,7 @@ def test_steps_in_parts_equal_one_device_whatever_the_routing(case: str) -> None
     products = [node for chunk in plan.chunks for node in chunk.graph.graph.nodes if node.target is PRODUCT]
     assert products and all(Ragged(0) in states(n) or n.meta["val"].dim() == 3 for n in products)
     assert (plan.loop is not None) == ("microbatches" in CASES[case][1])
+    assert plan.options.microbatches == CASES[case][1].get("microbatches", 2 if case == "halves" else 1)
     assert plan.verify() > 100
     for routing in ROUTINGS:
         assert largest_error(plan, model, batch(routing, experts=8)) <= 1e-10, routing
@@ -77,23 +89,24 @@ def train(plan: sbpc.Plan) -> list[float]:
 
 
 def losses(model: Any) -> list[float]:
-    """Losses of three of Adam's steps with other routings, and the sum of all squares of weights behind them."""
+    """Losses of three of Adam's steps with other routings, to which odd ranks come late, and the sum of all squares of weights behind them."""
     optimizer, found = torch.optim.Adam(model.parameters(), lr=1e-2), []
     for routing in ("as it comes", "all to one", "the last ones idle"):
         optimizer.zero_grad()
         args = batch(routing, experts=8)
         if hasattr(model, "step"):
+            time.sleep(0.3 * (torch.distributed.get_rank() % 2))
             loss = model.step(*args)
         else:
             loss = model(*args)
             loss.backward()
         optimizer.step()
-        found.append(float(loss))
+        found.append(loss.item())
     whole = sbpc.full_state_dict(model) if hasattr(model, "step") else model.state_dict()
     return [*found, *(float(value.square().sum()) for value in (whole or {}).values())]
 
 
-@pytest.mark.parametrize("case", ["stages", pytest.param("on two axes", marks=pytest.mark.prove)])
+@pytest.mark.parametrize("case", ["stages", "halves", pytest.param("on two axes", marks=pytest.mark.prove)])
 def test_adam_steps_in_parts_on_four_ranks_equal_one_process(case: str) -> None:
     torch.manual_seed(0)
     model = Layers(experts=8).double()
@@ -102,6 +115,24 @@ def test_adam_steps_in_parts_on_four_ranks_equal_one_process(case: str) -> None:
     for rank, found in enumerate(run_ranks(train, 4, plan)):
         assert isinstance(found, list), found
         assert found == pytest.approx(expected if rank == 0 else expected[: len(found)], rel=1e-10)
+
+
+def test_rows_of_one_half_are_sent_beside_the_work_of_the_other() -> None:
+    torch.manual_seed(0)
+    model = Layers(experts=8).double()
+    plan = planned("halves", model)
+    work, calls = works(plan.boxed, plan.mesh), [n for n in plan.boxed.graph.nodes if n.op == "call_function"]
+    sent = [node for node in calls if "choice" in node.meta and dispatch_of(node) is not None]
+    assert len(sent) == 2 * 12 and all(work[node].stream != COMPUTE for node in sent)
+    beside = 0
+    for node in sent:
+        (end,) = node.users  # which waits for it
+        assert "awaits" in end.meta
+        between = calls[calls.index(node) + 1 : calls.index(end)]
+        beside += any(work[each].stream == COMPUTE and work[each].seconds for each in between)
+    assert beside > len(sent) / 2
+    whole = planned("halves", model, microbatches=1)
+    assert plan.cost.seconds < 0.9 * whole.cost.seconds
 
 
 @pytest.mark.parametrize("form", ["selective", "full"])
@@ -142,5 +173,5 @@ def test_micro_batches_balance_experts_over_the_whole_batch() -> None:
     assert plan.loop is None and any(Ragged(0) in states(node) for node in plan.graph.graph.nodes)
     for routing in ROUTINGS:
         assert largest_error(plan, model, batch(routing)) <= 1e-10, routing
-    with pytest.raises(LoopError, match="needs the whole batch's value"):
+    with pytest.raises(PlanError, match="needs the whole batch's value"):
         sbpc.plan(model, batch(), Mesh(a=2), microbatches=2, schedule="breadth-first")

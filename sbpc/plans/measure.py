@@ -146,6 +146,14 @@ def dispatch_of(node: Node) -> Transfer | None:
     return Transfer(step, tuple(message.meta["val"].shape), message.meta["val"].element_size(), dims_at(message))
 
 
+def sent_by(node: Node) -> Step | None:
+    """Returns what a boxing step, or a call that sends rows to the ranks of their groups, sends; None for others."""
+    if "choice" in node.meta and node.op == "call_function":
+        return None if (transfer := dispatch_of(node)) is None else transfer.step
+    step: Step | None = node.meta.get("step")
+    return step
+
+
 def layout_at(node: Node) -> Layout:
     """Returns the layout of the value that a node stands for."""
     producer, index = value_of(node)
