@@ -77,7 +77,7 @@ class Localizer(Copies):
             elif "awaits" in node.meta:
                 self[node] = self.end(node)
             elif node.op == "call_function" and not is_sum(node):
-                self[node] = self.call_op(node)
+                self[node] = self.start(node) if is_awaited(node) else self.call_op(node)
             elif node.op in ("call_function", "get_attr"):
                 self[node] = self.as_it_is(node)
         self.left(results(self.gm))
@@ -111,9 +111,9 @@ class Localizer(Copies):
         """Writes one call."""
         return called(self.graph, op, args, kwargs, meta=self.about)
 
-    def call_op(self, node: Node) -> Any:
-        """Writes one op at local sizes, by its rule."""
-        match = node.meta.get("match")
+    def call_op(self, node: Node, call: Callable[..., Any] | None = None) -> Any:
+        """Writes one op at local sizes, by its rule. call: writes its calls; see `start`."""
+        match, call = node.meta.get("match"), call or self.call
         if node.target is operator.getitem:
             producer, index = value_of(node)
             parts = self[producer]
@@ -126,18 +126,18 @@ class Localizer(Copies):
         args, kwargs = map_arg((node.args, dict(node.kwargs)), read)
         shifted = {factor: axes for factor, axes in choice.cuts().items() if factor in match.shifts}
         offsets = {factor: self.offset(match.sizes[factor], axes) for factor, axes in shifted.items()}
-        made = match.localize(self.call, args, kwargs, local, offsets, self.sharing(choice, node))
-        return self.described(made, node) if isinstance(made, Node) else tuple(made)
+        made = match.localize(call, args, kwargs, local, offsets, self.sharing(choice, node, call))
+        return made if call is not self.call else self.described(made, node) if isinstance(made, Node) else tuple(made)
 
-    def sharing(self, choice: Choice, node: Node) -> Sharing | None:
+    def sharing(self, choice: Choice, node: Node, call: Callable[..., Any]) -> Sharing | None:
         """Returns the ranks that share out rows where a call is done so."""
         axes = choice.sharing
         if not axes:
             return None
         sizes, rank = tuple(self.mesh.sizes[axis] for axis in axes), self.positions[axes[0]]
         for axis in axes[1:]:
-            rank = self.call(aten.mul.Scalar, rank, self.mesh.sizes[axis])
-            rank = self.call(aten.add.Tensor, rank, self.positions[axis])
+            rank = call(aten.mul.Scalar, rank, self.mesh.sizes[axis])
+            rank = call(aten.add.Tensor, rank, self.positions[axis])
         where, rows = str(node.meta.get("module") or node.name), choice.signatures[axes[0]].ragged
         return Sharing(sizes, rank, self.mesh.group_name(axes), rows, self.mesh.routing.most, where)
 
@@ -169,8 +169,8 @@ class Localizer(Copies):
         return self.offsets[key]
 
     def start(self, node: Node) -> list[Node]:
-        """Writes one boxing step as far as its collective, which the last of its bucket writes for all. Returns the
-        calls that were written; `end` writes the others."""
+        """Writes one boxing step, or op that sends rows, as far as its collective, which the last of its bucket writes
+        for all. Returns the calls that were written; `end` writes the others."""
         written: list[Node] = []
         name, waiting = node.meta.get("bucket"), False
         bucket = None if name is None else self.buckets.setdefault(name, Bucket(name))
@@ -185,7 +185,7 @@ class Localizer(Copies):
                 written.append(self.call(op, *args, **kwargs))
             return None if waiting else written[-1]
 
-        self.lowered(node, node.meta["step"], call)
+        self.written(node, call)
         if bucket:
             self.missing[bucket.name] -= 1
             if not self.missing[bucket.name]:
@@ -210,7 +210,11 @@ class Localizer(Copies):
                 return bucket.take(start.name, self.call)
             return next(written, None) or self.call(op, *args, **kwargs)
 
-        return self.described(self.lowered(start, node.meta["awaits"], call), node)
+        return self.described(self.written(start, call), node)
+
+    def written(self, start: Node, call: Callable[..., Any]) -> Any:
+        """Writes what begins at a node, through `call`."""
+        return self.lowered(start, start.meta["step"], call) if "step" in start.meta else self.call_op(start, call)
 
     def boxing(self, node: Node) -> Any:
         """Writes one boxing step as collectives and local ops."""

@@ -17,7 +17,7 @@ from sbpc.mesh.collectives import WIRE, eight_bits
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import P
 from sbpc.plans.chunk import Assignment, Chunk
-from sbpc.plans.measure import layout_at
+from sbpc.plans.measure import layout_at, sent_by
 from sbpc.plans.options import AS_COMPUTED, Options
 from sbpc.plans.program_check import REPORT, require, verify_local
 from sbpc.plans.rank_programs import wrong_collectives
@@ -145,7 +145,7 @@ def verify_boxed(gm: GraphModule, mesh: Mesh) -> int:
             continue
         if "awaits" in node.meta:
             (start,) = operands(node)
-            fits = start.meta.get("step") == node.meta["awaits"] and len(start.users) == 1
+            fits = sent_by(start) == node.meta["awaits"] and len(start.users) == 1
             require(fits, "what is waited for is not one collective, or something else reads it before", node)
             edges += 1
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import logging
 import os
 from collections.abc import Callable
@@ -16,16 +17,15 @@ from torch.fx.graph import CodeGen
 
 from sbpc._compat import inductor_compile
 from sbpc.errors import NanError, PlanError, at_node, check_kinds
-from sbpc.graph.expert_rows import COUNTS
+from sbpc.graph.expert_rows import COUNTING
 from sbpc.graph.operands import ancestors, nodes_in
-from sbpc.mesh.layout import Layout
 from sbpc.mesh.states import Ragged
 from sbpc.rules.strides import laid_out
 from sbpc.runtime.pieces import in_pieces
 
 aten = torch.ops.aten
-log = logging.getLogger("sbpc")
 progress = logging.getLogger("sbpc.progress")
+FEW = 8  # calls, which take no longer than to enter and leave a compiled piece
 BoxedFunction = Callable[[list[Tensor]], tuple[Any, ...]]
 Executor = Callable[[GraphModule], BoxedFunction]
 
@@ -62,11 +62,16 @@ takes."""
 
 def code(gm: GraphModule) -> BoxedFunction:
     """Runs the code that fx generates, which drops every value after its last use."""
-    graph = kernels(gm)
-    for node in graph.nodes:
+    return generated(GraphModule(gm, kernels(gm)))
+
+
+def generated(gm: GraphModule) -> BoxedFunction:
+    """Runs the code of a program whose ops get their operands as their kernels read them."""
+    for node in gm.graph.nodes:
         node.target = BINDINGS.get(node.target, node.target)
-    graph.set_codegen(BoxedCodeGen())
-    return GraphModule(gm, graph).forward
+    gm.graph.set_codegen(BoxedCodeGen())
+    gm.recompile()
+    return gm.forward
 
 
 def kernels(gm: GraphModule) -> Graph:
@@ -95,20 +100,27 @@ def inductor(gm: GraphModule) -> BoxedFunction:
     on GPUs triton.
 
     Placeholders that the program returns, such as weights that are saved for the backward, go around the kernels:
-    Inductor would make a new view of each. Its kernels are for fixed sizes: a program of which some are known as it
-    runs, as where ranks share out rows of experts, runs as generated code.
+    Inductor would make a new view of each. Its kernels are for fixed sizes: calls on values of which some are known as
+    the program runs, as where ranks share out rows of experts, run as generated code.
     """
-    if counts_rows(gm):
-        log.warning("a program counts its rows as it runs, so it runs as code, not by Inductor")
-        return code(gm)
-    return in_pieces(kernels(gm), gm, compiled_later)
+    graph = kernels(gm)
+    return in_pieces(graph, gm, compiled_later, of_any_size(graph), generated)
 
 
-def counts_rows(gm: GraphModule) -> bool:
-    """Returns whether sizes of a program's values are known as it runs."""
-    layouts = (node.meta.get("sbp") for node in gm.graph.nodes)
-    shared = any(isinstance(each, Layout) and any(isinstance(s, Ragged) for s in each.states) for each in layouts)
-    return shared or any(node.target is COUNTS for node in gm.graph.nodes)
+def of_any_size(graph: Graph) -> set[Node]:
+    """Returns the calls that read or make values whose sizes are known as the program runs, and few ones between."""
+    found, sized = set[Node](), set[Node]()
+    for node in graph.nodes:
+        layouts = node.meta.get("sbp", ())
+        states = {type(s) for each in (layouts if isinstance(layouts, tuple) else (layouts,)) for s in each.states}
+        reads = any(used in sized for used in node.all_input_nodes)
+        if node.target in COUNTING or Ragged in states or (reads and not states):
+            sized.add(node)
+        if node.op == "call_function" and (reads or node in sized):
+            found.add(node)
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    runs = [(apart, [*run]) for apart, run in itertools.groupby(calls, found.__contains__)]
+    return found.union(*(run for apart, run in runs[1:-1] if not apart and len(run) < FEW))
 
 
 def compiled_later(piece: GraphModule) -> BoxedFunction:

@@ -2,13 +2,14 @@
 
 In the order in which calls run, equal layers are a tandem repeat of calls. A piece is one block of it, or what lies
 between such runs. Blocks begin where fewest bytes are handed on; what a piece hands on is what any of its equals does.
+Calls on values whose sizes are known as the program runs are pieces of their own, which are not compiled.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,17 +37,24 @@ class Piece:
     key: Hashable
 
 
-def in_pieces(graph: Graph, gm: GraphModule, compile_piece: Callable[[GraphModule], Function]) -> Function:
+def in_pieces(
+    graph: Graph,
+    gm: GraphModule,
+    compile_piece: Callable[[GraphModule], Function],
+    apart: Container[Node] = (),
+    apart_piece: Callable[[GraphModule], Function] | None = None,
+) -> Function:
     """Returns a function of one list, which it empties, that runs a graph piece by piece. compile_piece: makes such a
-    function of a piece, once for equal ones."""
+    function of a piece, once for equal ones; apart_piece: of pieces of the calls that are `apart`."""
     placeholders = list(graph.find_nodes(op="placeholder"))
     results: Any = graph.output_node().args[0]
     constants = {node: getattr(gm, str(node.target)) for node in graph.find_nodes(op="get_attr")}
-    pieces = cut(graph)
+    pieces = cut(graph, apart)
     made: dict[Hashable, Function] = {}
     for piece in pieces:
         if piece.key not in made:
-            made[piece.key] = compile_piece(program_of(piece))
+            make = apart_piece if apart_piece is not None and piece.calls[0] in apart else compile_piece
+            made[piece.key] = make(program_of(piece))
     functions = [made[piece.key] for piece in pieces]
     progress.debug("%d pieces of a program, %d of them to be compiled", len(pieces), len(made))
     piece_of = {node: at for at, piece in enumerate(pieces) for node in piece.calls}
@@ -73,19 +81,19 @@ def in_pieces(graph: Graph, gm: GraphModule, compile_piece: Callable[[GraphModul
     return run
 
 
-def cut(graph: Graph) -> list[Piece]:
-    """Returns the pieces of a graph."""
+def cut(graph: Graph, apart: Container[Node] = ()) -> list[Piece]:
+    """Returns the pieces of a graph, with none in which some calls are `apart` and others are not."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
     place = {node: at for at, node in enumerate(calls)}
     ends = [max((place.get(user, len(calls)) for user in readers(node)), default=at) for at, node in enumerate(calls)]
     handed = crossing(calls, ends)
-    borders = {0, len(calls)}
+    borders = {0, len(calls), *(at for at in range(1, len(calls)) if (calls[at] in apart) != (calls[at - 1] in apart))}
     for run in runs([token(node) for node in calls]):
         first = min(range(run.start, run.start + run.period), key=lambda at: (handed[at], at))
         borders |= {at for at in range(first, run.stop + 1, run.period) if handed[at] < NEVER}
     order = sorted(borders)
     spans = [calls[start:stop] for start, stop in itertools.pairwise(order)]
-    keys = [key_of(span) for span in spans]
+    keys = [((span[0] in apart, *key), takes) for span in spans for key, takes in (key_of(span),)]
     read: dict[Hashable, set[int]] = {}
     for span, (key, _) in zip(spans, keys):
         last = place[span[-1]]
@@ -125,7 +133,7 @@ def about(value: Tensor) -> Hashable:
     return Tensor, tuple(value.shape), value.dtype
 
 
-def key_of(span: Sequence[Node]) -> tuple[Hashable, list[Node]]:
+def key_of(span: Sequence[Node]) -> tuple[tuple[Hashable, ...], list[Node]]:
     """Returns what calls have in common with equal ones, and the values that they read from before."""
     own, takes = {node: at for at, node in enumerate(span)}, dict[Node, int]()
 

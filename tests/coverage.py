@@ -71,7 +71,7 @@ def row(name: str, plan: Plan) -> Row:
     flops, moved = [0.0, 0.0], [0.0, 0.0]
     whole: Counter[str] = Counter()
     for node in calls:
-        kernel = kernel_of(node)
+        kernel = kernel_of(node, plan.mesh)
         if kernel.free:
             continue
         work, traffic = kernel_work(kernel, (1,) * len(plan.mesh.sizes))

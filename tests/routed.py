@@ -18,8 +18,8 @@ ROUTINGS = {  # by expert of five, what is added to its logits
 }
 
 
-class Routed(nn.Module):
-    """A layer, and experts behind it, of which every token goes to `chosen`; with a loss that balances them."""
+class Layer(nn.Module):
+    """A layer, and experts behind it, of which every token goes to `chosen`; besides, how evenly they do."""
 
     def __init__(self, width: int = 8, hidden: int = 12, experts: int = 5, chosen: int = 2) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Routed(nn.Module):
             {"up": torch.randn(experts, hidden, width), "down": torch.randn(experts, width, hidden)}
         )
 
-    def forward(self, x: Tensor, favour: Tensor) -> Tensor:
+    def forward(self, x: Tensor, favour: Tensor) -> tuple[Tensor, Tensor]:
         x = x + F.gelu(self.first(x))
         rows = x.flatten(0, 1)
         share = torch.softmax(self.router(rows) + favour, -1)
@@ -39,16 +39,42 @@ class Routed(nn.Module):
         ends = torch.cumsum(count, 0, dtype=torch.int32)
         up, down = self.experts["up"], self.experts["down"]
         made = product(F.silu(product(rows[order // self.chosen], up.mT, ends)), down.mT, ends)
-        made = made * weights.flatten()[order].unsqueeze(-1)
+        made = self.sorted_rows(made * weights.flatten()[order].unsqueeze(-1))
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order))
         mixed = made[back].view(*weights.shape, -1).sum(1)
         balance = (share.mean(0) * (count / count.sum())).sum()
-        return (rows + mixed).square().sum() + balance
+        return (rows + mixed).view_as(x), balance
+
+    def sorted_rows(self, rows: Tensor) -> Tensor:
+        """What is done to rows as they are sorted."""
+        return rows
 
 
-def batch(routing: str = "as it comes", rows: int = 6) -> tuple[Tensor, Tensor]:
-    """Eight sequences, and what is added to the logits."""
+class Routed(Layer):
+    """One such layer, with a loss that balances the experts."""
+
+    def forward(self, x: Tensor, favour: Tensor) -> Tensor:  # type: ignore[override]
+        made, balance = super().forward(x, favour)
+        return made.square().sum() + balance
+
+
+class Layers(nn.Module):
+    """Several, without a loss that balances them: a micro-batch alone cannot tell how evenly the batch goes."""
+
+    def __init__(self, layers: int = 2, experts: int = 5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(experts=experts) for _ in range(layers))
+
+    def forward(self, x: Tensor, favour: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x, favour)[0])
+        return x.square().mean()
+
+
+def batch(routing: str = "as it comes", rows: int = 6, experts: int = 5) -> tuple[Tensor, Tensor]:
+    """Eight sequences, and what is added to the logits; further experts are as the last of five."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(8, rows, 8, dtype=torch.float64, generator=generator)
-    return x, torch.tensor(ROUTINGS[routing], dtype=torch.float64)
+    favour = ROUTINGS[routing] + ROUTINGS[routing][-1:] * (experts - 5)
+    return x, torch.tensor(favour, dtype=torch.float64)

@@ -18,7 +18,7 @@ import sbpc
 from sbpc import Mesh
 from sbpc.boxing.paths import closure, path
 from sbpc.errors import LayoutError
-from sbpc.graph.expert_rows import GATHER, SCATTER
+from sbpc.graph.expert_rows import COUNTING, GATHER, SCATTER
 from sbpc.graph.rewrite import called
 from sbpc.mesh.layout import Layout, chunk
 from sbpc.mesh.layout_codes import decode as decoded
@@ -26,11 +26,14 @@ from sbpc.mesh.layout_codes import encode
 from sbpc.mesh.states import Ragged, S, State, shards, whole
 from sbpc.plans import rank_programs
 from sbpc.plans.plan_file import decode
+from sbpc.plans.staged.stage_parts import PARTS
 from sbpc.rules import Signature, match
 from sbpc.rules.choices import Choice, local_sizes
 from sbpc.rules.match import Sharing
 from sbpc.rules.shared_rows import MOVES, PRODUCTS
+from sbpc.runtime.executors import kernels, of_any_size
 from sbpc.runtime.one_process.lockstep import lockstep
+from sbpc.runtime.pieces import cut
 from tests.compare import largest_error
 from tests.processes import run_ranks
 from tests.random_plans import random_plan
@@ -268,3 +271,19 @@ def test_a_limit_of_memory_counts_all_rows_on_every_rank() -> None:
     plan = sbpc.plan(model, batch(), Mesh(a=3), memory=60_000)
     assert plan.cost.memory["total"] <= 60_000 < free.cost.memory["total"]
     assert largest_error(plan, model, batch("all to one")) <= 1e-10
+
+
+def test_inductor_gets_the_calls_whose_sizes_a_plan_knows() -> None:
+    """Between two of its pieces are those on rows that are shared out, and what they are told."""
+    torch.manual_seed(0)
+    plan = sbpc.plan(Routed().double(), batch(), Mesh(a=2), pin={"experts*": "S(0)"})
+    graph = kernels(plan.programs[0].local_at(PARTS, True, 0))
+    apart = of_any_size(graph)
+    pieces = cut(graph, apart)
+    assert {piece.calls[0] in apart for piece in pieces} == {True, False}
+    assert all(len({call in apart for call in piece.calls}) == 1 for piece in pieces)
+    compiled = [call for piece in pieces for call in piece.calls if call not in apart]
+    assert sum(call.target is torch.ops.aten.addmm.default for call in compiled) > 0
+    for call in compiled:  # its operands, and what it makes, have the sizes of the plan
+        for used in (call, *call.all_input_nodes):
+            assert used.target not in COUNTING and R(0) not in states(used)

@@ -27,6 +27,7 @@ from sbpc._compat import rename
 from sbpc.boxing.steps import Step
 from sbpc.errors import LayoutError, PinError, PlanError
 from sbpc.graph.about import SLICE, must_wait
+from sbpc.graph.expert_rows import SCATTER
 from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import results
 from sbpc.graph.rewrite import Writer, mode_of, put, rebuild
@@ -40,6 +41,7 @@ from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Wishes, wishes
 from sbpc.passes.box import box
+from sbpc.passes.loop.own_order import OwnOrder, in_own_order
 from sbpc.passes.schedule.choice import Overlap, overlapped
 from sbpc.plans.chunk import Assignment
 from sbpc.plans.options import Options
@@ -77,7 +79,7 @@ def boxed_for(
 
     more: wishes besides those that are requested. Micro-batches share out no rows: each has those of its own tokens.
     """
-    gm = unshared(gm)
+    gm = in_own_order(unshared(gm), mesh.ranks)
     try:
         asked = wishes(gm, mesh, options)
         assignment, _ = Space(gm, mesh, both(asked.nodes, more, mesh), asked.outputs).solve()
@@ -198,6 +200,8 @@ class Unroller(Writer):
         if match is None:
             return self.named(self.call(node.target, *args, **kwargs), node, at)
         choice, sizes = node.meta["choice"], (self.count,)
+        if isinstance(choice.signatures[0], OwnOrder):
+            return self.named(self.on_own_rows(node, args, kwargs), node, at)
         local = local_sizes(match.sizes.items(), choice, sizes, (at,))
         starts = {factor: self.first(match.sizes[factor], at) for factor in choice.cuts() if factor in match.shifts}
         if match.op in PRODUCTS:
@@ -205,6 +209,15 @@ class Unroller(Writer):
         else:
             made = match.localize(self.call, args, kwargs, local, starts)
         return self.named(made, node, at) if isinstance(made, Node) else tuple(made)
+
+    def on_own_rows(self, node: Node, args: Any, kwargs: Any) -> Node:
+        """Writes a call on the rows of one copy and their numbers."""
+        if node.target is SCATTER and node.meta["sbp"].cuts:
+            args = (*args[:3], args[3] // self.count, *args[4:])
+        elif node.target is aten.index_put.default:  # the places of a permutation, which are numbered from 0 on
+            places: Any = node.args[2]
+            args = (*args[:2], self.call(aten.arange.default, places.args[0] // self.count, **places.kwargs))
+        return self.call(node.target, *args, **kwargs)
 
     def named(self, made: Node, node: Node, at: int) -> Node:
         """Gives what was written for a node its name, with a number after the first copy, and notes of what it is a

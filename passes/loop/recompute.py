@@ -12,7 +12,8 @@ numbered modules are single layers, it is a child of the model. What is computed
 
 What is kept in any case is read where it is: what a later block reads, results, what is made of parameters alone. So
 are the values of ops of the user's own, which may do more than they return, and of what reads a buffer that the step
-writes. Random numbers are drawn again from the same stream.
+writes. So is what the forward decides, as a router does to which experts tokens go: a second decision, on numbers that
+are rounded otherwise, could be another one. Random numbers are drawn again from the same stream.
 """
 
 from __future__ import annotations
@@ -156,9 +157,10 @@ def repeatable(gm: GraphModule, fixed: Collection[Node]) -> set[Node]:
     """
     written = {port.name for port in gm.meta["ports"].outputs if port.kind == MUTATION}
     changing = {node for port, node in placeholders(gm, BUFFER).items() if port.name in written}
+    decided = decisions(gm)
     found = set[Node]()
     for node in gm.graph.nodes:
-        if node.op != "call_function" or is_late(node) or node in fixed:
+        if node.op != "call_function" or is_late(node) or node in fixed or node in decided:
             continue
         if node.target is operator.getitem:
             able = value_of(node)[0] in found
@@ -169,6 +171,38 @@ def repeatable(gm: GraphModule, fixed: Collection[Node]) -> set[Node]:
         if able:
             found.add(node)
     return found
+
+
+def decisions(gm: GraphModule) -> set[Node]:
+    """Returns the calls of the forward that make whole numbers of others, which the forward reads, as the largest of
+    scores; and those that make no more elements, of nothing but these numbers: how they are sorted, and counted."""
+    sizes: dict[Node, int] = {}  # their elements
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or is_late(node):
+            continue
+        read = [used for used in node.all_input_nodes if used.op != "call_function" or used.all_input_nodes]
+        if node.target is operator.getitem:
+            size, decided = elements(*value_of(node)), is_whole_numbers(node) and value_of(node)[0] in sizes
+        else:
+            size = max(elements(node, at) for at in range(outputs_of(node)))
+            decided = decides(node) or (bool(read) and all(size <= sizes.get(used, -1) for used in read))
+        if decided:
+            sizes[node] = size
+    return {*sizes}
+
+
+def decides(node: Node) -> bool:
+    """Returns whether a call makes whole numbers, which the forward reads, of others."""
+    if not any(used.meta["val"].is_floating_point() for used in operands(node)):
+        return False
+    results = [user for user in node.users if user.target is operator.getitem] or [node]
+    return any(is_whole_numbers(each) and not all(map(is_late, each.users)) for each in results)
+
+
+def is_whole_numbers(node: Node) -> bool:
+    """Returns whether a value is one of whole numbers."""
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.int16, torch.int32, torch.int64)
 
 
 def memory_of(node: Node) -> Node:

@@ -14,11 +14,13 @@ from sbpc.graph.rewrite import Copies, called, put
 from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.schedule.list_schedule import RULES, Buckets, Order, list_schedule
+from sbpc.plans.measure import sent_by
 from sbpc.plans.memory import Life, local_bytes
 from sbpc.plans.timeline import COMPUTE, Clock, Span, Work, kind_of, unpacking, works
 
 WINDOWS = math.inf, 256, 64, 16, 0  # calls that one may run ahead of the first that has not run
 SHARES = 0.05, 0.2, math.inf  # see `list_schedule`: of the buckets that are tried; by the last one, none
+STARTS = "step", "bucket", "choice", "match", "candidates", "signatures"  # which are not in the meta of what waits
 SLACK = 1.05  # of the bytes of the graph as it is: what a schedule may take where no limit is given
 
 
@@ -104,8 +106,8 @@ def ordered(boxed: GraphModule, order: Iterable[tuple[Node, bool]], buckets: Buc
             copies.keep(node)
     for node, waits in order:
         if waits:
-            about = {key: value for key, value in node.meta.items() if key not in ("step", "bucket")}
-            about["awaits"] = node.meta["step"]
+            about = {key: value for key, value in node.meta.items() if key not in STARTS}
+            about["awaits"] = sent_by(node)
             copies[node] = called(copies.graph, wait, (copies[node],), {}, f"wait_{node.name}", about)
         else:
             copies.keep(node)

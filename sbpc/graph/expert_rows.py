@@ -177,4 +177,5 @@ COUNT, COUNTS = torch.ops.sbpc.row_count.default, torch.ops.sbpc.row_counts.defa
 PLACES = torch.ops.sbpc.rows_by_place.default
 SHOWN = 64  # counts of a message
 SCANS = 10  # times that each rank reads the whole index, or writes as much, to tell which rows it sends to whom
+COUNTING = COUNTS, torch.ops.sbpc.rows_by_number.default, torch.ops.sbpc.rows_by_place.default  # by what data says
 MESSAGE = {GATHER: 3, SCATTER: 0}  # which of the operands and the result is sent where rows are shared out

@@ -149,16 +149,22 @@ def transfer_of(node: Node) -> Transfer:
 
 def dispatch_of(node: Node, mesh: Mesh) -> Transfer | None:
     """Returns what a call sends to the ranks that share out rows, None for any other call."""
-    axes = node.meta["choice"].sharing
-    if not axes or node.target not in MESSAGE:
+    if (step := sent_by(node)) is None:
         return None
-    values = [*operands(node), node]
-    x, message = values[0], values[MESSAGE[node.target]]
-    step = Step(DISPATCH, axes, layout_at(x), node.meta["sbp"])
+    message = [*operands(node), node][MESSAGE[node.target]]
     sized = partial(layout_at(message).busiest, sizes=mesh.sizes, times=mesh.routing.expected)
     return Transfer(
         step, sized(message.meta["val"].shape)[0], message.meta["val"].element_size(), sized(dims_at(message))[0]
     )
+
+
+def sent_by(node: Node) -> Step | None:
+    """Returns what a boxing step, or a call that sends rows to the ranks of their groups, sends; None for others."""
+    if "choice" in node.meta and node.op == "call_function":
+        axes, values = node.meta["choice"].sharing, [*operands(node), node]
+        return Step(DISPATCH, axes, layout_at(values[0]), node.meta["sbp"]) if axes and node.target in MESSAGE else None
+    step: Step | None = node.meta.get("step")
+    return step
 
 
 def layout_at(node: Node) -> Layout:

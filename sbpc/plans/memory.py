@@ -166,11 +166,20 @@ class Life:
         return found
 
     def add_written(
-        self, node: Node, calls: Sequence[tuple[Sequence[int], Sequence[int]]], results: Sequence[int]
+        self, node: Node, calls: Sequence[tuple[Sequence[int], Sequence[int]]], results: Sequence[int], wait: int | None
     ) -> tuple[int, ...]:
-        """Adds the calls that are written for one, and returns the storages of its results."""
-        storages = [self.values[operand][0] for operand in operands(node)]
-        for reads, sizes in calls:
+        """Adds the calls that are written for one, up to its wait where that is a node of its own, and returns the
+        storages of its results."""
+        start = node.all_input_nodes[0] if "awaits" in node.meta else node
+        if start is node:
+            self.flying[node] = [self.values[operand][0] for operand in operands(node)]
+        storages, first, last = self.flying[start], 0, len(calls)
+        if wait is not None and start is not node:  # until here what is sent is read
+            self.add_call(node, [storages[at] for at in calls[wait - 1][0]], ())
+            first = wait
+        elif wait is not None and any("awaits" in user.meta for user in node.users):
+            last, results = wait, calls[wait][0]
+        for reads, sizes in calls[first:last]:
             storages += self.add_call(node, [storages[at] for at in reads], sizes)
         return tuple(storages[at] for at in results)
 
@@ -218,6 +227,8 @@ class Life:
         first wait for it.
         """
         start = node.all_input_nodes[0]
+        if "step" not in start.meta and (written_for := written(start, mesh)) is not None:  # an op that sends rows
+            return self.add_written(node, *written_for)[0]
         calls = self.calls_of(start, node.meta["awaits"], mesh)
         first = wait_at(calls)
         storages = self.flying[start]

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from sbpc.boxing.steps import group, kernels_of, link_seconds, step_cost
 from sbpc.mesh.cluster import Cluster
-from sbpc.mesh.collectives import WIRE, Lines, seconds_on
+from sbpc.mesh.collectives import DISPATCH, WIRE, Lines, seconds_on
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import kernel_work
 from sbpc.plans.measure import dispatch_of, kernel_key, kernel_of, transfer_of
@@ -91,8 +91,10 @@ def works(boxed: GraphModule, mesh: Mesh) -> dict[Node, Work]:
                 known[key] = kernel_work_of(node, mesh)
             result[node] = known[key]
         elif "awaits" in node.meta:
-            value = node.meta["val"]
-            result[node] = unpacking(step_work(node.meta["awaits"], tuple(value.shape), value.element_size(), mesh))
+            step, value = node.meta["awaits"], node.meta["val"]
+            rows = step.collective == DISPATCH
+            work = None if rows else step_work(step, tuple(value.shape), value.element_size(), mesh)
+            result[node] = unpacking(result[node.all_input_nodes[0]] if work is None else work)
         else:
             result[node] = NOTHING
     return result
@@ -122,12 +124,19 @@ def step_work(step: Any, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> W
 
 
 def kernel_work_of(node: Node, mesh: Mesh) -> Work:
-    """Returns what one kernel occupies. Where it sends rows to the ranks of their groups, nothing goes on beside."""
+    """Returns what one kernel occupies. One that sends rows to the ranks of their groups puts them in order before and
+    behind that."""
     kernel, sent = kernel_of(node, mesh), dispatch_of(node, mesh)
     if kernel.free:
         return NOTHING
-    seconds = 0.0 if sent is None else step_cost(sent.step, sent.shape, sent.itemsize, mesh)[0]
-    return Work(COMPUTE, seconds + float(mesh.cluster.kernel_seconds(kernel.op, *kernel_work(kernel, mesh.sizes))))
+    seconds = float(mesh.cluster.kernel_seconds(kernel.op, *kernel_work(kernel, mesh.sizes)))
+    if sent is None:
+        return Work(COMPUTE, seconds)
+    stream, (moving, _) = (
+        INSIDE if mesh.inside(sent.step.axes) else ACROSS,
+        step_cost(sent.step, sent.shape, sent.itemsize, mesh),
+    )
+    return Work(stream, moving, pack=seconds / 2, unpack=seconds / 2) if moving else Work(COMPUTE, seconds)
 
 
 def sends(node: Node, mesh: Mesh) -> bool:

@@ -16,7 +16,9 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.rules.binding import flat_outputs
 from sbpc.rules.match import Match, Sharing
 
-Calls = tuple[list[tuple[list[int], list[int]]], list[int]]  # by call what it reads and bytes it makes, and results
+# by call what it reads and bytes it makes; results; and, if any, which of the calls waits for what another one sends
+Calls = tuple[list[tuple[list[int], list[int]]], list[int], int | None]
+WAIT = torch.ops._c10d_functional.wait_tensor.default
 WRITTEN: dict[Any, tuple[Match, Calls]] = {}  # by call on a rank what `written` tells, and what has this id
 
 
@@ -61,10 +63,12 @@ def calls_of_op(
     offsets = {factor: torch.zeros((), dtype=torch.int64, device="meta") for factor in shifted}
     numbers = {storage_of(x): at for at, x in enumerate(shards)}
     alive, calls = [*offsets.values()], list[tuple[list[int], list[int]]]()  # alive: so that no number is used twice
+    waits = list[int]()
 
     def call(op: Any, *args: Any, **kwargs: Any) -> Any:
         out = op(*args, **kwargs | ({"device": "meta"} if "device" in kwargs else {}))
         given, made = ({storage_of(x): x for x in leaves(each, torch.Tensor)} for each in ((args, kwargs), out))
+        waits.extend([len(calls)] if op is WAIT else [])
         fresh = {each: x.untyped_storage().nbytes() for each, x in made.items() if each not in numbers}
         calls.append(([numbers[each] for each in given if each in numbers], list(fresh.values())))
         numbers.update(zip(fresh, range(len(numbers), len(numbers) + len(fresh))))
@@ -73,4 +77,5 @@ def calls_of_op(
 
     args, kwargs = map_arg((node.args, dict(node.kwargs)), dict(zip(operands(node), shards)).__getitem__)
     results = node.meta["match"].localize(call, args, kwargs, local, offsets, sharing)
-    return calls, [0 if x is None else numbers[storage_of(x)] for x in flat_outputs(results)]
+    made = [0 if x is None else numbers[storage_of(x)] for x in flat_outputs(results)]
+    return calls, made, next(iter(waits), None)
