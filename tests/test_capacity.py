@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh, Plan
 from sbpc.errors import PlanError, RoutingError, SbpcError
 from sbpc.mesh.routing import ANY, most_rows, stretched
 from tests.processes import run_ranks
-from tests.routed import Routed, batch
+from tests.routed import ROUTINGS, Routed, batch, product
 
 SHARED = {"experts*": "S(0)", "_grouped_mm": "R(0)"}
 
@@ -109,6 +111,51 @@ def test_prices_follow_the_rows_that_are_expected() -> None:
     assert len({cost.flops_one_device for cost in costs}) == len({str(cost.memory) for cost in costs}) == 1
     for cost in costs:
         assert cost.subs() == pytest.approx(cost.compute_seconds + cost.comm_seconds)
+
+
+def dropping(model: Routed, x: Tensor, favour: Tensor, capacity: float) -> Tensor:
+    """What the model computes if each expert takes so many times the mean of all rows, the first ones of the batch."""
+    x = x + F.gelu(model.first(x))
+    rows = x.flatten(0, 1)
+    share = torch.softmax(model.router(rows) + favour, -1)
+    weights, ids = share.topk(model.chosen)
+    mixed, counts = torch.zeros_like(rows), torch.bincount(ids.flatten(), minlength=len(favour))
+    for expert in range(len(favour)):
+        tokens, slots = torch.where(ids == expert)
+        taken = slice(math.ceil(capacity * ids.numel() / len(favour)))
+        made = F.silu(rows[tokens[taken]] @ model.experts["up"][expert].T) @ model.experts["down"][expert].T
+        mixed = mixed.index_add(0, tokens[taken], made * weights[tokens[taken], slots[taken]].unsqueeze(1))
+    return (rows + mixed).square().sum() + (share.mean(0) * counts / counts.sum()).sum()
+
+
+@pytest.mark.parametrize("sizes", [{"a": 3}, {"a": 2, "b": 2}], ids=str)
+def test_rows_beyond_the_capacity_of_an_expert_add_nothing_on_any_mesh(sizes: dict[str, int], tmp_path: Path) -> None:
+    model, plan = planned(Mesh(**sizes), capacity=1.1, overflow="drop")
+    assert "drops others" in str(plan)
+    plan.save(tmp_path / "dropping.sbpc")
+    plan = sbpc.load(tmp_path / "dropping.sbpc")
+    for routing in ROUTINGS:
+        args = batch(routing)
+        expected = dropping(model, *args, 1.1)
+        gradients = torch.autograd.grad(expected, [*model.parameters()])
+        run = sbpc.simulate(plan, model, args)
+        assert run.outputs.item() == pytest.approx(expected.item(), rel=1e-12)
+        for (name, _), gradient in zip(model.named_parameters(), gradients):
+            assert torch.allclose(run.gradients[name], gradient, rtol=1e-10, atol=1e-10), (routing, name)
+        assert run.peak_memory <= 1.001 * at_worst(plan)
+
+
+def test_what_is_computed_of_all_rows_of_experts_drops_none() -> None:
+    class Loose(Routed):
+        def forward(self, x: Tensor, favour: Tensor) -> Tensor:
+            rows = x.flatten(0, 1)
+            ids = (self.router(rows) + favour).argmax(-1)
+            order = torch.argsort(ids, stable=True)
+            ends = torch.cumsum(torch.histc(ids.float(), 5, 0, 4), 0, dtype=torch.int32)
+            return product(rows[order], self.experts["up"].mT, ends).square().sum()
+
+    with pytest.raises(PlanError, match="this is computed of all rows of experts"):
+        sbpc.plan(Loose().double(), batch(), Mesh(a=2), capacity=1.5, overflow="drop")
 
 
 @pytest.mark.parametrize(
