@@ -20,7 +20,6 @@ from sbpc.graph.expert_rows import GATHER, MESSAGE, SCATTER
 from sbpc.graph.operands import ancestors, operands, outputs_of, value_of
 from sbpc.graph.rewrite import Writer, copied, drop_unused, mode_of
 from sbpc.mesh.routing import exact
-from sbpc.passes.annotate import annotate
 from sbpc.passes.canonicalize.expert_rows import copies, sort_of
 from sbpc.rules.ops.expert_rows import WITHIN
 from sbpc.rules.shared_rows import BY_PLACE, PRODUCT, grouped_rows
@@ -49,11 +48,12 @@ def within_capacity(gm: GraphModule, capacity: float) -> GraphModule:
     """Returns the graph in which each expert takes `capacity` times the mean of all experts' rows at most, the first
     ones of the batch.
 
-    Before and after: an annotated graph. Raises PlanError where rows are not those of sorted experts.
+    Before: an annotated graph. After: one to be annotated anew. Raises PlanError where rows are not those of sorted
+    experts.
     """
     found = {each.ids: each for each in chosen(gm)}
     check_exits(gm)
-    return annotate(CapacityWriter(gm, found, capacity).run())
+    return CapacityWriter(gm, found, capacity).run()
 
 
 def chosen(gm: GraphModule) -> Iterator[Chosen]:

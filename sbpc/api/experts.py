@@ -11,7 +11,8 @@ from sbpc.errors import PlanError
 from sbpc.graph.expert_rows import MESSAGE
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import chunk_sizes
-from sbpc.passes.canonicalize.capacity import chosen
+from sbpc.passes.annotate import annotate
+from sbpc.passes.canonicalize.capacity import chosen, within_capacity
 from sbpc.passes.pipeline import Stages
 from sbpc.plans.options import DROP, Options
 
@@ -27,7 +28,9 @@ def routed(gm: GraphModule, mesh: Mesh, asked: Options, stages: Stages) -> tuple
     options = replace(asked, most=asked.capacity)
     if asked.capacity is not None and asked.overflow == DROP:
         options = replace(asked, most=most_of_experts(gm, mesh, asked.capacity))
-        gm = stages.run("capacity", gm, asked.capacity)
+        with stages.timed("capacity"):
+            gm = annotate(within_capacity(gm, asked.capacity))
+        stages.passed("capacity", gm)
     return gm, mesh.like(mesh.cluster, options.routed), options
 
 
