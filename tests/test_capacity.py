@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh, Plan
+from sbpc.cli.main import main
 from sbpc.errors import PlanError, RoutingError, SbpcError
 from sbpc.mesh.routing import ANY, most_rows, stretched
 from tests.processes import run_ranks
@@ -180,3 +181,18 @@ def test_what_is_no_capacity_is_refused(asked: dict[str, Any], message: str) -> 
 def test_a_step_without_experts_has_no_capacity(asked: dict[str, float]) -> None:
     with pytest.raises(PlanError, match="of a step in which no rows of experts were found\n  Leave it out"):
         sbpc.plan(nn.Linear(4, 4), (torch.zeros(4, 4),), Mesh(a=2), **asked)
+
+
+def test_the_command_line_takes_all_of_these(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, file = tmp_path / "target_of_experts.py", str(tmp_path / "plan.sbpc")
+    target.write_text(
+        "from tests.routed import Routed, batch\n\n\ndef made():\n    return Routed().double(), batch()\n"
+    )
+    asked = "plan", f"{target}:made", "--mesh", "a=3", "-o", file
+    assert main([*asked, "--capacity", "2", "--overflow", "drop", "--routing", "1.5"]) == 0
+    options = sbpc.load(file).options
+    assert (options.capacity, options.overflow, options.routing) == (2.0, "drop", 1.5)
+    assert "the busiest rank is expected to have 1.5 times the mean" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*asked, "--capacity", "0.5"])
+    assert "'0.5' is no multiple of the mean, as in 1.25" in capsys.readouterr().err
