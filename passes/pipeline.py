@@ -28,6 +28,7 @@ from sbpc.passes.annotate import annotate
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Wishes
 from sbpc.passes.box import box
+from sbpc.passes.canonicalize.capacity import within_capacity
 from sbpc.passes.canonicalize.decompose import decompose
 from sbpc.passes.canonicalize.expert_rows import expert_rows, has_groups
 from sbpc.passes.canonicalize.lift import lift
@@ -83,6 +84,7 @@ PASSES = {
         Pass("lift", lift, verify_captured, "always"),
         Pass("experts", expert_rows, verify_captured, "where there are products of groups of rows"),
         Pass("annotate", annotate, verify_annotated, "always"),
+        Pass("capacity", within_capacity, verify_annotated, "where overflow= is 'drop'"),
         Pass("slices", in_slices, verify_annotated, "where slices= is above 1, or None and `memory` is tight"),
         Pass(
             "sums",

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh, Plan
+from sbpc.cli.main import main
 from sbpc.errors import PlanError, RoutingError, SbpcError
 from sbpc.mesh.routing import ANY, most_rows, stretched
 from tests.processes import run_ranks
-from tests.routed import Routed, batch
+from tests.routed import ROUTINGS, Routed, batch, product
 
 SHARED = {"experts*": "S(0)", "_grouped_mm": "R(0)"}
 
@@ -111,6 +114,51 @@ def test_prices_follow_the_rows_that_are_expected() -> None:
         assert cost.subs() == pytest.approx(cost.compute_seconds + cost.comm_seconds)
 
 
+def dropping(model: Routed, x: Tensor, favour: Tensor, capacity: float) -> Tensor:
+    """What the model computes if each expert takes so many times the mean of all rows, the first ones of the batch."""
+    x = x + F.gelu(model.first(x))
+    rows = x.flatten(0, 1)
+    share = torch.softmax(model.router(rows) + favour, -1)
+    weights, ids = share.topk(model.chosen)
+    mixed, counts = torch.zeros_like(rows), torch.bincount(ids.flatten(), minlength=len(favour))
+    for expert in range(len(favour)):
+        tokens, slots = torch.where(ids == expert)
+        taken = slice(math.ceil(capacity * ids.numel() / len(favour)))
+        made = F.silu(rows[tokens[taken]] @ model.experts["up"][expert].T) @ model.experts["down"][expert].T
+        mixed = mixed.index_add(0, tokens[taken], made * weights[tokens[taken], slots[taken]].unsqueeze(1))
+    return (rows + mixed).square().sum() + (share.mean(0) * counts / counts.sum()).sum()
+
+
+@pytest.mark.parametrize("sizes", [{"a": 3}, {"a": 2, "b": 2}], ids=str)
+def test_rows_beyond_the_capacity_of_an_expert_add_nothing_on_any_mesh(sizes: dict[str, int], tmp_path: Path) -> None:
+    model, plan = planned(Mesh(**sizes), capacity=1.1, overflow="drop")
+    assert "drops others" in str(plan)
+    plan.save(tmp_path / "dropping.sbpc")
+    plan = sbpc.load(tmp_path / "dropping.sbpc")
+    for routing in ROUTINGS:
+        args = batch(routing)
+        expected = dropping(model, *args, 1.1)
+        gradients = torch.autograd.grad(expected, [*model.parameters()])
+        run = sbpc.simulate(plan, model, args)
+        assert run.outputs.item() == pytest.approx(expected.item(), rel=1e-12)
+        for (name, _), gradient in zip(model.named_parameters(), gradients):
+            assert torch.allclose(run.gradients[name], gradient, rtol=1e-10, atol=1e-10), (routing, name)
+        assert run.peak_memory <= 1.001 * at_worst(plan)
+
+
+def test_what_is_computed_of_all_rows_of_experts_drops_none() -> None:
+    class Loose(Routed):
+        def forward(self, x: Tensor, favour: Tensor) -> Tensor:
+            rows = x.flatten(0, 1)
+            ids = (self.router(rows) + favour).argmax(-1)
+            order = torch.argsort(ids, stable=True)
+            ends = torch.cumsum(torch.histc(ids.float(), 5, 0, 4), 0, dtype=torch.int32)
+            return product(rows[order], self.experts["up"].mT, ends).square().sum()
+
+    with pytest.raises(PlanError, match="this is computed of all rows of experts"):
+        sbpc.plan(Loose().double(), batch(), Mesh(a=2), capacity=1.5, overflow="drop")
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -133,3 +181,18 @@ def test_what_is_no_capacity_is_refused(asked: dict[str, Any], message: str) -> 
 def test_a_step_without_experts_has_no_capacity(asked: dict[str, float]) -> None:
     with pytest.raises(PlanError, match="of a step in which no rows of experts were found\n  Leave it out"):
         sbpc.plan(nn.Linear(4, 4), (torch.zeros(4, 4),), Mesh(a=2), **asked)
+
+
+def test_the_command_line_takes_all_of_these(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, file = tmp_path / "target_of_experts.py", str(tmp_path / "plan.sbpc")
+    target.write_text(
+        "from tests.routed import Routed, batch\n\n\ndef made():\n    return Routed().double(), batch()\n"
+    )
+    asked = "plan", f"{target}:made", "--mesh", "a=3", "-o", file
+    assert main([*asked, "--capacity", "2", "--overflow", "drop", "--routing", "1.5"]) == 0
+    options = sbpc.load(file).options
+    assert (options.capacity, options.overflow, options.routing) == (2.0, "drop", 1.5)
+    assert "the busiest rank is expected to have 1.5 times the mean" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*asked, "--capacity", "0.5"])
+    assert "'0.5' is no multiple of the mean, as in 1.25" in capsys.readouterr().err

@@ -112,13 +112,28 @@ def copies(index: Node) -> int | None:
     node, output = value_of(index)
     if node.target in SORTS:
         return 1 if output == 1 else None
-    if node.target is ALIAS:
-        return copies(operands(node)[0])
+    before = permuted(node)
+    each = None if before is None else copies(before)
+    if node.target is not aten.floor_divide.default or each is None:
+        return each if each == 1 or node.target is ALIAS else None
     args: Any = node.args
-    if node.target is aten.floor_divide.default and isinstance(args[1], int) and args[1] > 0:
-        each = copies(args[0])
-        return None if each is None else each * args[1]
+    return each * int(args[1])
+
+
+def permuted(node: Node) -> Node | None:
+    """Returns the permutation of which a call gives another name, the inverse or the quotients by a number, if its
+    operand is one."""
+    args: Any = node.args
+    if node.target is ALIAS or (node.target is aten.floor_divide.default and isinstance(args[1], int) and args[1] > 0):
+        return operands(node)[0]
     if node.target is aten.index_put.default and args[2].target in RANGES and args[3:] in ((), (False,)):
         same = {tuple(each.meta["val"].shape) for each in (args[0], *args[1], args[2]) if each is not None}
-        return 1 if len(args[1]) == len(same) == 1 and copies(args[1][0]) == 1 else None
+        return args[1][0] if len(args[1]) == len(same) == 1 else None
     return None
+
+
+def sort_of(index: Node) -> Node:
+    """Returns the call that sorts what an index of known `copies` is made of."""
+    node = value_of(index)[0]
+    before = permuted(node)
+    return node if before is None else sort_of(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from torch.fx import GraphModule
@@ -9,16 +10,36 @@ from torch.fx import GraphModule
 from sbpc.errors import PlanError
 from sbpc.graph.expert_rows import MESSAGE
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.options import Options
+from sbpc.mesh.states import chunk_sizes
+from sbpc.passes.annotate import annotate
+from sbpc.passes.canonicalize.capacity import chosen, within_capacity
+from sbpc.passes.pipeline import Stages
+from sbpc.plans.options import DROP, Options
 
 
-def routed(gm: GraphModule, mesh: Mesh, asked: Options) -> tuple[Mesh, Options]:
-    """Returns the mesh, and options, that say how uneven the shares of experts' rows are in a step. Raises PlanError
-    where that is said of a step without any."""
+def routed(gm: GraphModule, mesh: Mesh, asked: Options, stages: Stages) -> tuple[GraphModule, Mesh, Options]:
+    """Returns the annotated step, with rows beyond the capacity dropped if that is asked for, and the mesh and options
+    that say how uneven the shares of experts' rows are. Raises PlanError where that is said of a step without any."""
     given = [name for name, unsaid in (("capacity", None), ("routing", 1.0)) if getattr(asked, name) != unsaid]
     if given and not any(node.target in MESSAGE for node in gm.graph.nodes):
         what = f"{given[0]}={getattr(asked, given[0]):g} of a step in which no rows of experts were found"
         todo = "Rows are sorted by their expert, and torch._grouped_mm multiplies them, as transformers does it."
         raise PlanError(f"{what}\n  Leave it out. {todo}")
     options = replace(asked, most=asked.capacity)
-    return mesh.like(mesh.cluster, options.routed), options
+    if asked.capacity is not None and asked.overflow == DROP:
+        options = replace(asked, most=most_of_experts(gm, mesh, asked.capacity))
+        with stages.timed("capacity"):
+            gm = annotate(within_capacity(gm, asked.capacity))
+        stages.passed("capacity", gm)
+    return gm, mesh.like(mesh.cluster, options.routed), options
+
+
+def most_of_experts(gm: GraphModule, mesh: Mesh, capacity: float) -> float:
+    """Returns the rows of the rank with most experts, as a multiple of the mean, where each expert takes no more than
+    its part: the largest of all axes that may share them out."""
+    ranks = {math.prod(mesh.sizes[axis] for axis in axes) for axes in mesh.runs()}
+    return max(
+        each.most(capacity) * chunk_sizes(len(each.ends.meta["val"]), p)[0] * p / each.sort.meta["val"][0].numel()
+        for each in chosen(gm)
+        for p in ranks
+    )

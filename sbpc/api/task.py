@@ -54,15 +54,16 @@ class Task:
         """Returns the plan with stages along an axis; without one that of a loop, where micro-batches are asked for
         and the step is one. Slices that nobody asked for are left out where no plan fits with them: each adds a
         gradient of the head's weight to the last, which may be larger than its logits."""
-        mesh, options = routed(self.gm, mesh, options)
-        task, asked = self.sliced(mesh, options)
+        gm, mesh, options = routed(self.gm, mesh, options, self.stages)
+        given = Task(gm, self.stages, self.about)
+        task, asked = given.sliced(mesh, options)
         try:
             return task.in_chunks(mesh, asked)
         except MemoryLimitError:
             if asked.slices == options.slices:
                 raise
             with suppress(MemoryLimitError):
-                return self.in_chunks(mesh, options)
+                return given.in_chunks(mesh, options)
             raise
 
     def sliced(self, mesh: Mesh, options: Options) -> tuple[Task, Options]:

@@ -27,6 +27,7 @@ LIBRARY.define("add_rows(Tensor values, Tensor rows, Tensor held) -> Tensor")
 LIBRARY.define("row_count(Tensor x, int dim) -> int")
 LIBRARY.define("row_counts(Tensor counts, int most) -> int[]")
 LIBRARY.define("rows_within(Tensor ends, int[] groups, int size, int most, str where) -> Tensor")
+LIBRARY.define("within_capacity(Tensor ids, int experts, int most) -> (Tensor, Tensor)")
 ABOUT = "Tensor index, Tensor ends, Tensor rank, int[] groups, int[] chunks, bool by_place, int size, int most"
 LIBRARY.define(f"rows_by_place({ABOUT}) -> (Tensor, Tensor, Tensor)")
 LIBRARY.define(f"rows_by_number({ABOUT}, int held) -> (Tensor, Tensor, Tensor)")
@@ -66,6 +67,25 @@ def rows_within(ends: Tensor, groups: Sequence[int], size: int, most: int, where
         )
         raise RoutingError(f"{what} are what capacity= allows\n  Rows by rank: {shown}.\n  {todo}")
     return ends.clone()
+
+
+def within_capacity(ids: Tensor, experts: int, most: int) -> tuple[Tensor, Tensor]:
+    """The expert of each row where none takes more than `most`, the first ones; and whether it is the one that is
+    asked for. Others stand with experts that have room.
+
+    >>> [each.tolist() for each in within_capacity(torch.tensor([1, 1, 0, 1]), 2, 2)]
+    [[1, 1, 0, 0], [True, True, True, False]]
+    """
+    if ids.is_meta:
+        return as_given(ids, experts, most)
+    order, counts = torch.argsort(ids, stable=True), torch.bincount(ids, minlength=experts)
+    starts = counts.cumsum(0) - counts
+    kept = torch.empty_like(ids, dtype=torch.bool)
+    kept[order] = torch.arange(len(ids), device=ids.device) - starts[ids[order]] < most
+    room = torch.repeat_interleave(torch.arange(experts, device=ids.device), (most - counts[:experts]).clamp(min=0))
+    found, lost = ids.clone(), ~kept
+    found[lost] = room[: int(lost.sum())]
+    return found, kept
 
 
 def rows_by_rank(ends: Tensor, groups: Sequence[int], size: int) -> list[int]:
@@ -167,11 +187,20 @@ OPS = (
     rows_by_place,
     rows_within,
     scatter_rows,
+    within_capacity,
 )
 for function in OPS:
     LIBRARY.impl(function.__name__, function, "CompositeExplicitAutograd")
 for function in (gather_rows, scatter_rows):
     torch.library.register_fake(f"sbpc::{function.__name__}", function, lib=LIBRARY)
+
+
+@torch.library.register_fake("sbpc::within_capacity", lib=LIBRARY)
+def as_given(ids: Tensor, experts: int, most: int) -> tuple[Tensor, Tensor]:
+    """Tensors like those that `within_capacity` gives."""
+    return torch.empty_like(ids), torch.empty_like(ids, dtype=torch.bool)
+
+
 GATHER, SCATTER = torch.ops.sbpc.gather_rows.default, torch.ops.sbpc.scatter_rows.default
 COUNT, COUNTS = torch.ops.sbpc.row_count.default, torch.ops.sbpc.row_counts.default
 PLACES = torch.ops.sbpc.rows_by_place.default

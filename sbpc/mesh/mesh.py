@@ -213,14 +213,11 @@ class Mesh:
         return [f"{name}={size}" for name, size in zip(self.axes, self.sizes)]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mesh) and self._equal == other._equal
+        same = (getattr(self, name) == getattr(other, name, None) for name in ("axes", "sizes", "cluster"))
+        return isinstance(other, Mesh) and all(same)
 
     def __hash__(self) -> int:
-        return hash(self._equal)
-
-    @property
-    def _equal(self) -> tuple[Any, ...]:
-        return self.axes, self.sizes, self.cluster
+        return hash((self.axes, self.sizes, self.cluster))
 
 
 @functools.lru_cache(maxsize=1 << 12)

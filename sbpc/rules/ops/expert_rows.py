@@ -15,6 +15,7 @@ from sbpc.rules.registry import rule
 
 c10d = torch.ops._c10d_functional
 own = torch.ops.sbpc
+WITHIN = own.within_capacity.default
 
 
 def gathered(shard: Shard) -> Any:
@@ -91,4 +92,5 @@ def exchanged(shard: Shard, x: Any, sent: Any, taken: Any) -> Any:
 
 
 rule(GATHER, "v *d, i, g -> i *d ; lin(0) ; fix v g", flops=FREE, local=gathered)
+rule(WITHIN, "i -> i, i ; fix i", flops=WRITTEN)
 rule(SCATTER, "i *d, i, g, [v] -> v *d ; +i ; lin(0) ; fix v g", flops=WRITTEN, local=scattered)
