@@ -244,7 +244,7 @@ def test_calls_are_counted_by_kernel(net: str) -> None:
     found = sbpc.plan(model, args, Mesh(x=2, y=2), objective="serial")
     for plan in (found, *(random_plan(found, seed) for seed in range(3))):
         calls = [node for node in plan.boxed.graph.nodes if node.op == "call_function" and "choice" in node.meta]
-        assert dict(plan.cost.kernels) == Counter(map(kernel_of, calls))
+        assert dict(plan.cost.kernels) == Counter(kernel_of(call, plan.mesh) for call in calls)
 
 
 def test_a_cost_prints_in_a_line() -> None:
