@@ -213,7 +213,7 @@ def finish(
         large = sum(len(v.costs) for v in space.variables) > FEW
         schemes: list[Assignment] = []
         if experts is not None and space.gap > (GAP if large else TIE):
-            schemes = list(followed(space, wished.outputs, experts(), space.seconds(assignment)))
+            schemes = list(followed(space, wished.outputs, experts()))
             assignment, bound = no_slower(space, assignment, bound, schemes)
     plan = replace(made(assignment), lower_bound=bound, prover=space)
     if options.memory is not None and plan.cost.memory["total"] > options.memory:
@@ -265,16 +265,11 @@ def no_slower(
     return assignment, max(bound, again)
 
 
-def followed(
-    space: Space, outputs: Mapping[int, Wish], experts: Iterable[Mapping[str, Wish]], seconds: float
-) -> Iterator[Assignment]:
-    """Yields an assignment of each scheme that can be met on the graph and mesh of a space: the best one, unless its
-    bound says that none takes fewer seconds than these."""
+def followed(space: Space, outputs: Mapping[int, Wish], experts: Iterable[Mapping[str, Wish]]) -> Iterator[Assignment]:
+    """Yields the best assignment of each scheme that can be met on the graph and mesh of a space."""
     for wishes in experts:
         with suppress(PinError, LayoutError):
-            within = Space(space.gm, space.mesh, wishes, outputs, like=space)
-            found, bound = within.solve(exact=False)
-            yield found if bound >= seconds else within.solve(starts=[found])[0]
+            yield Space(space.gm, space.mesh, wishes, outputs, like=space).solve()[0]
 
 
 def make_plan(
