@@ -166,37 +166,14 @@ def quiet_fakes() -> Iterator[None]:
         log.disabled = before
 
 
-def shape_of_grouped_mm(
-    x: Tensor, weights: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    """What `aten._grouped_mm` gives, without values: as torch's own shape function, but of any floating-point type.
-
-    Torch's refuses all types but bfloat16, while its kernels also take float32 and float16.
-    """
-    sides, shapes = (x.dim(), weights.dim()), f"{list(x.shape)} and {list(weights.shape)}"
-    strides = [sorted(side.stride(dim) * side.element_size() for dim in (-2, -1)) for side in (x, weights)]
-    checks = {
-        f"its operands {shapes} have not 2 or 3 dims": {*sides} <= {2, 3},
-        f"it multiplies {x.dtype} and {weights.dtype}": x.is_floating_point() and x.dtype == weights.dtype,
-        "it takes ends of groups unless both operands have 3 dims": (offs is None) == (sides == (3, 3)),
-        "it takes no bias yet": bias is None,
-        f"{shapes} do not go together": sides == (2, 2) or x.shape[-1] == weights.shape[-2],
-        f"a multiple of 16 bytes has to lie between rows: {strides[0][1]} and {strides[1][1]} do": all(
-            near == x.element_size() and far % 16 == 0 for near, far in strides
-        ),
-    }
-    for problem, right in checks.items():
-        if not right:
-            raise RuntimeError(f"grouped_mm: {problem}")
-    groups = {(2, 2): () if offs is None else offs.shape, (3, 3): x.shape[:1]}.get(sides, ())
-    return x.new_empty([*groups, x.shape[-2], weights.shape[-1]], dtype=out_dtype)
-
-
 META = torch.library.Library("aten", "IMPL")
-META.impl("_grouped_mm", shape_of_grouped_mm, "Meta", allow_override=True)
-# for the Python dispatcher
-torch.ops.aten._grouped_mm.default.py_kernels[torch._C.DispatchKey.Meta] = shape_of_grouped_mm
-torch.ops.aten._grouped_mm.default._dispatch_cache.clear()
+
+
+def on_meta(op: OpOverload, shape: Callable[..., Any]) -> None:
+    """Has an op of ATen on tensors without values give what `shape` gives, instead of what torch says."""
+    META.impl(op._schema.name.split("::")[1], shape, "Meta", allow_override=True)
+    op.py_kernels[torch._C.DispatchKey.Meta] = shape
+    op._dispatch_cache.clear()
 
 
 def next_sequence_number() -> int:
@@ -396,3 +373,21 @@ def writes_of(tensor: Tensor) -> int:
 def keeps_graph() -> bool:
     """Returns whether the backward that runs in this thread was called with retain_graph."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def flex_parts() -> tuple[Any, Any]:
+    """Returns what makes the graph of the gradients of a function of FlexAttention, and its index into a tensor."""
+    from torch._dynamo._trace_wrapped_higher_order_op import mod_index
+    from torch._higher_order_ops.flex_attention import create_fw_bw_graph
+
+    return create_fw_bw_graph, mod_index
+
+
+@contextlib.contextmanager
+def differentiating() -> Iterator[None]:
+    """Has autograd record what runs while this lasts, also within the kernel of an op, where torch turns it off."""
+    left = torch._C._dispatch_tls_local_exclude_set()
+    for name in (name for name in dir(torch._C.DispatchKey) if name.startswith("Autograd")):
+        left = left.remove(getattr(torch._C.DispatchKey, name))
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), left), torch.enable_grad():
+        yield

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sbpc import _compat
+from sbpc.graph.grouped_mm import shape_of_grouped_mm
 from sbpc.plans.staged.schedules import zbv
 from tests import test_compat_processes
 
@@ -236,10 +237,10 @@ GROUPED = (
 
 def test_shape_of_grouped_mm_is_that_of_the_product_for_float32_too() -> None:
     for x, weights, ends, shape in GROUPED:
-        assert _compat.shape_of_grouped_mm(x, weights, ends).shape == shape
+        assert shape_of_grouped_mm(x, weights, ends).shape == shape
         assert torch._grouped_mm(x.bfloat16(), weights.bfloat16(), offs=ends).shape == shape
     with pytest.raises(RuntimeError, match="a multiple of 16 bytes has to lie between rows"):
-        _compat.shape_of_grouped_mm(torch.ones(2, 3), torch.ones(2, 3, 4), ENDS)
+        shape_of_grouped_mm(torch.ones(2, 3), torch.ones(2, 3, 4), ENDS)
 
 
 def test_meta_is_where_torch_finds_the_shape_of_grouped_products() -> None:
