@@ -123,8 +123,7 @@ def test_a_model_of_transformers_with_flex_attention_equals_one_device() -> None
         model.set_attn_implementation("flex_attention")
         plan = sbpc.plan(model, (), Mesh(x=2), kwargs=kwargs)
     assert not plan.notes and any(node.target is FORWARD for node in plan.graph.graph.nodes)
-    for each in (plan, random_plan(plan, 0)):
-        assert compare(each, model, (), outputs, gradients, kwargs) <= 1e-9
+    assert compare(plan, model, (), outputs, gradients, kwargs) <= 1e-9
 
 
 def losses_of(module: Any, args: Any) -> list[float]:
