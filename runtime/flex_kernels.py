@@ -50,9 +50,10 @@ def blocks_of(query: Tensor, key: Tensor, mask: Callable[..., Tensor], text: str
     """Returns the blocks of a mask as the operators take them."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    sizes = [size if name in reads(text) else None for name, size in zip("bh", query.shape)]
-    lengths = query.shape[2], key.shape[2]
-    made = create_block_mask(lambda b, h, q, kv: mask(b, h, q, kv, *given), *sizes, *lengths, query.device)
+    batches, heads = (size if name in reads(text) else None for name, size in zip("bh", query.shape))
+    made = create_block_mask(
+        lambda b, h, q, kv: mask(b, h, q, kv, *given), batches, heads, query.shape[2], key.shape[2], query.device
+    )
     *blocks, _ = made.as_tuple()
     return (*blocks, mask)
 

@@ -84,9 +84,9 @@ def lines(text: str) -> tuple[Line, ...]:
                     raise ValueError(ast.unparse(each))
     except (SyntaxError, AttributeError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{text!r} is no function of FlexAttention") from error
-    for each in found:
-        if not isinstance(each.op, OpOverload) or not may_stand(each.op):
-            raise ValueError(f"{text!r} may not call {each.op}")
+    for _, op, *_ in found:
+        if not isinstance(op, OpOverload) or not may_stand(op):
+            raise ValueError(f"{text!r} may not call {op}")
     return tuple(found)
 
 
