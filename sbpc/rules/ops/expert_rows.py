@@ -22,7 +22,7 @@ def gathered(shard: Shard) -> Any:
     """The rows, of which each rank sends those that it has where rows are shared out."""
     x, index, ends, *_ = shard.given.values()
     if shard.sharing is None:
-        return shard.plain() if is_whole(shard) else shard.aten("index.Tensor", x, [index])
+        return shard.aten("index.Tensor", x, [index])
     ends = within(shard, ends)
     rows, sent, _ = by_number(shard, index, ends)
     _, places, taken = by_place(shard, index, ends)
@@ -34,8 +34,6 @@ def scattered(shard: Shard) -> Any:
     """The sums, likewise. Values come from rank after rank, so that they are added in the order of their places."""
     values, index, ends, size, *_ = shard.given.values()
     if shard.sharing is None:
-        if is_whole(shard):
-            return shard.plain()
         zeros = shard.aten("new_zeros", values, [size, *shard.shape()[1:]])
         return shard.aten("index_put", zeros, [index], values, True)
     ends = within(shard, ends)
@@ -43,12 +41,6 @@ def scattered(shard: Shard) -> Any:
     rows, taken, held = by_number(shard, index, ends)
     moved = exchanged(shard, shard.aten("index_select", values, 0, order), sent, taken)
     return shard.call(own.add_rows.default, moved, rows, held)
-
-
-def is_whole(shard: Shard) -> bool:
-    """Whether nothing of a call is split: it stays what it is, so that ranks may share out its rows when what is
-    written here is planned, as a step in slices is."""
-    return all(shard.local[factor] == size for factor, size in shard.match.sizes.items())
 
 
 def within(shard: Shard, ends: Any) -> Any:
