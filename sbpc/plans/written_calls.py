@@ -32,13 +32,13 @@ def written(node: Node, mesh: Mesh) -> Calls | None:
     shifted = sorted(match.shifts & choice.cuts().keys())
     origin, given = (0,) * len(mesh.sizes), operands(node)
     most = mesh.routing.most
-    held = [x.meta["sbp"].busiest(x.meta["val"].shape, mesh.sizes, most) for x in given]
-    shards = [
-        (x.meta["val"].dtype, tuple(chunk(*each, mesh.sizes, origin)[1] for each in zip(*sized)))
-        for x, sized in zip(given, held)
-    ]
-    sizes = {f: choice.busiest(f, size, mesh.sizes, most) for f, size in match.sizes.items()}
-    local = {factor: chunk(*each, mesh.sizes, origin)[1] for factor, each in sizes.items()}
+    shards = []
+    for x in given:
+        shape, cuts = x.meta["sbp"].busiest(x.meta["val"].shape, mesh.sizes, most)
+        local_shape = tuple(chunk(size, axes, mesh.sizes, origin)[1] for size, axes in zip(shape, cuts))
+        shards.append((x.meta["val"].dtype, local_shape))
+    sizes = [(factor, *choice.busiest(factor, size, mesh.sizes, most)) for factor, size in match.sizes.items()]
+    local = {factor: chunk(size, axes, mesh.sizes, origin)[1] for factor, size, axes in sizes}
     key = id(match), *shards, *local.items(), *shifted, choice.sharing, most
     rank = torch.zeros(1, dtype=torch.int64, device="meta")
     sharing = None
