@@ -25,7 +25,7 @@ from sbpc.runtime.flex_kernels import OPERATORS
 from sbpc.runtime.pieces import in_pieces
 
 aten = torch.ops.aten
-progress = logging.getLogger("sbpc.progress")
+log, progress = logging.getLogger("sbpc"), logging.getLogger("sbpc.progress")
 FEW = 8  # calls, which take no longer than to enter and leave a compiled piece
 BoxedFunction = Callable[[list[Tensor]], tuple[Any, ...]]
 Executor = Callable[[GraphModule], BoxedFunction]
