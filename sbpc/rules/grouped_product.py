@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sbpc.graph import grouped_mm  # noqa: F401 - it tells the shapes of products of other types than torch knows
+from sbpc.graph import product_shapes  # noqa: F401 - it tells what torch does not know
 from sbpc.rules.match import Arguments, Call, Shard
 
 GROUPED = {  # by the number of dims of both operands; e and f: what 16 bytes hold, by which the kernel aligns rows
