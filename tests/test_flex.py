@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import operator
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from torch.nn.attention import flex_attention as flex
 
 import sbpc
 from sbpc import Mesh
-from sbpc.errors import CaptureError
+from sbpc.errors import CaptureError, PlanError
 from sbpc.graph.flex import BACKWARD, FORWARD, lines
 from sbpc.rules.proof.prove import Case
 from sbpc.runtime import executors
@@ -124,6 +125,35 @@ def test_a_model_of_transformers_with_flex_attention_equals_one_device() -> None
         plan = sbpc.plan(model, (), Mesh(x=2), kwargs=kwargs)
     assert not plan.notes and any(node.target is FORWARD for node in plan.graph.graph.nodes)
     assert compare(plan, model, (), outputs, gradients, kwargs) <= 1e-9
+
+
+class Kept(nn.Module):
+    """Attention with a mask that was made before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.mask = nn.Linear(16, 48), flex.create_block_mask(flexible.causal, None, None, 8, 8, "cpu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return flex.flex_attention(q, k, v, block_mask=self.mask).square().mean()
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_mask_on_a_module_is_what_it_was_when_planned() -> None:
+    model, args = Kept(), (torch.randn(2, 8, 16),)
+    plan = sbpc.plan(model, args, Mesh(x=2))
+    outputs, gradients = flexible.eager_step(model, args)
+    assert compare(plan, model, args, outputs, gradients) <= 1e-10
+    for hidden in (1, 2):
+
+        def later(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, most: int = hidden) -> Tensor:
+            return q - kv >= most
+
+        model.mask = flex.create_block_mask(later, None, None, 8, 8, "cpu")
+        message = refused(PlanError, functools.partial(sbpc.simulate, plan, model, args))
+        assert message.startswith("mask is BlockMask(later ") and "Plan anew" in message
+        plan = sbpc.plan(model, args, Mesh(x=2))
 
 
 def losses_of(module: Any, args: Any) -> list[float]:

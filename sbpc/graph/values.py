@@ -103,8 +103,17 @@ def whole_text(value: Any) -> str:
         return f"{left}{', '.join(texts)}{right}"
     if isinstance(value, Tensor):
         return "a tensor"
+    if (mask := mask_of(value)) is not None:
+        return f"BlockMask({text_of(mask)})"
     name = getattr(value, "__name__", None) if callable(value) else None
     return name if isinstance(name, str) else f"a {kind.__name__}"
+
+
+def mask_of(value: Any) -> Any:
+    """The function of a BlockMask of FlexAttention, None for anything else. Its blocks follow from that."""
+    if type(value).__module__ != "torch.nn.attention.flex_attention" or not hasattr(value, "kv_num_blocks"):
+        return None
+    return getattr(value.mask_mod, "fn", value.mask_mod)
 
 
 def is_small(container: Any) -> bool:
