@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from sbpc import Mesh, Plan
 from sbpc.cli.main import main
 from sbpc.errors import PlanError, RoutingError, SbpcError
 from sbpc.mesh.routing import ANY, most_rows, stretched
+from tests import hf_models
+from tests.bench.experts import Loss
 from tests.processes import run_ranks
 from tests.routed import ROUTINGS, Routed, batch, product
 
@@ -196,3 +199,11 @@ def test_the_command_line_takes_all_of_these(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         main([*asked, "--capacity", "0.5"])
     assert "'0.5' is no multiple of the mean, as in 1.25" in capsys.readouterr().err
+
+
+def test_a_step_whose_head_is_in_slices_shares_out_rows_of_experts() -> None:
+    with mock.patch.dict(hf_models.DECODER, vocab_size=40):
+        model, given = hf_models.deepseek("sdpa", 1)
+    plans = [sbpc.plan(Loss(model), (given["input_ids"],), Mesh(a=4), slices=count) for count in (1, 2)]
+    shared = [sum("R(" in str(node.meta.get("sbp")) for node in plan.graph.graph.nodes) for plan in plans]
+    assert shared[0] == shared[1] > 10
