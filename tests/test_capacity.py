@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ from sbpc import Mesh, Plan
 from sbpc.cli.main import main
 from sbpc.errors import PlanError, RoutingError, SbpcError
 from sbpc.mesh.routing import ANY, most_rows, stretched
-from tests import hf_models
-from tests.bench.experts import Loss
+from tests.bench import experts_by_hand as by_hand
+from tests.bench.by_hand import loss_of
 from tests.processes import run_ranks
 from tests.routed import ROUTINGS, Routed, batch, product
 
@@ -202,8 +201,9 @@ def test_the_command_line_takes_all_of_these(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_step_whose_head_is_in_slices_shares_out_rows_of_experts() -> None:
-    with mock.patch.dict(hf_models.DECODER, vocab_size=40):
-        model, given = hf_models.deepseek("sdpa", 1)
-    plans = [sbpc.plan(Loss(model), (given["input_ids"],), Mesh(a=4), slices=count) for count in (1, 2)]
-    shared = [sum("R(" in str(node.meta.get("sbp")) for node in plan.graph.graph.nodes) for plan in plans]
-    assert shared[0] == shared[1] > 10
+    net, (tokens, targets) = by_hand.build(batch=4, seq=6, vocab=40, width=16, heads=2, layers=1, experts=8, hidden=24)
+    pin = {"*mix.up": "S(0)", "*mix.down": "S(0)", "_grouped_mm": "R(0)"}
+    asked = {"loss": loss_of, "targets": (targets,), "pin": pin}
+    for count in (1, 2):  # the pin could not be met
+        plan = sbpc.plan(net, (tokens,), Mesh(a=4), slices=count, **asked)
+        assert sum("R(0)" in str(node.meta.get("sbp")) for node in plan.graph.graph.nodes) > 10
