@@ -106,7 +106,7 @@ def scan(clause: str = "") -> Write:
 rule("_unsafe_index.Tensor index.Tensor", index, flops=FREE)
 rule("_unsafe_index_put index_put", index_put, flops=WRITTEN)
 rule("cummax cummin cumprod glu logcumsumexp", scan(), flops=WRITTEN)
-rule("kthvalue median.dim mode sort sort.stable topk", scan())
+rule("kthvalue median.dim mode sort sort.stable topk", scan(), flops=WRITTEN)
 rule("bucketize.Tensor", "*a, b -> *a ; +b", flops="1 *a")  # each counts the boundaries below it
 rule("cumsum", scan("lin(0)"), flops=WRITTEN)
 rule(
