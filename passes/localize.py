@@ -126,7 +126,8 @@ class Localizer(Copies):
         args, kwargs = map_arg((node.args, dict(node.kwargs)), read)
         shifted = {factor: axes for factor, axes in choice.cuts().items() if factor in match.shifts}
         offsets = {factor: self.offset(match.sizes[factor], axes) for factor, axes in shifted.items()}
-        made = match.localize(self.call, args, kwargs, local, offsets, self.sharing(choice))
+        part = choice.part(match.sizes.items(), self.mesh.sizes, self.coordinates)
+        made = match.localize(self.call, args, kwargs, local, offsets, self.sharing(choice), part)
         return self.described(made, node) if isinstance(made, Node) else tuple(made)
 
     def sharing(self, choice: Choice) -> Sharing | None:

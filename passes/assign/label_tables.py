@@ -16,7 +16,7 @@ from sbpc.mesh.layout_codes import decode, elements, joined, sorted_axes, state_
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish
 from sbpc.mesh.states import State
-from sbpc.rules import Match
+from sbpc.rules import Match, Signature
 from sbpc.rules.choices import Candidates, Choice, may_cut
 from sbpc.solver.problem import Array
 
@@ -110,10 +110,10 @@ def codes_of(states: Sequence[State], digits: Array, bits: Array) -> Array:
     return joined(np.array([state_code(state) for state in states])[digits], bits)
 
 
-def cut_masks(factors: Sequence[str | None], digits: Array, shared: Sequence[str | None] = ()) -> dict[str, Array]:
-    """Returns, by factor and label, the axes that cut it, as bits. factors: by digit the factor that it cuts; shared:
-    likewise the one whose rows it shares out, where that counts."""
-    bit, both = np.arange(digits.shape[1]), [pair for pair in itertools.zip_longest(factors, shared)]
+def cut_masks(signatures: Sequence[Signature], digits: Array, expected: bool = False) -> dict[str, Array]:
+    """Returns, by factor and label, the axes that cut it, as bits. signatures: by digit. expected: axes that share out
+    its rows, too."""
+    bit, both = np.arange(digits.shape[1]), [(s.factor, s.own, s.ragged if expected else None) for s in signatures]
     cut = {f: np.array([f in pair for pair in both]) for pair in both for f in pair if f is not None}
     return {factor: (which[digits].astype(np.int64) << bit).sum(1) for factor, which in cut.items()}
 

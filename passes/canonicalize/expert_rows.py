@@ -3,6 +3,7 @@ ops that know where the groups end, so that ranks may share the rows out by thei
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch.fx import GraphModule, Node
 from sbpc.graph.expert_rows import GATHER, SCATTER
 from sbpc.graph.operands import ancestors, value_of
 from sbpc.graph.rewrite import Writer, drop_unused, mode_of
+from sbpc.rules.own_rows import SORTS, VIEWS, ascends, behind
 from sbpc.rules.registry import match_of
 from sbpc.rules.shared_rows import PRODUCT, Key, Rows, grouped_rows
 
@@ -61,6 +63,10 @@ class RowWriter(Writer):
         """Writes a node, behind all that it reads then."""
         if node in self:
             return
+        if (values := self.in_order(node)) is not None:
+            self.about = node
+            self[node] = self.part(self[values], 0)
+            return
         moved = self.moved(node)
         if moved is None:
             self.keep(node)
@@ -72,10 +78,22 @@ class RowWriter(Writer):
         self.about = node
         self[node] = self.call(moved.op, *(self[each] for each in (*moved.operands, moved.ends)), *moved.more)
 
+    def in_order(self, node: Node) -> Node | None:
+        """Returns the sort of which a call takes the operand in the order of its result."""
+        args: Any = node.args
+        if node.target is not aten.index.Tensor or len(args[1]) != 1:
+            return None
+        sort, at = value_of(args[1][0]) if args[1][0] is not None else (node, 0)
+        if at != 1 or sort.target not in SORTS or args[0].meta["val"].shape != sort.args[0].meta["val"].shape:
+            return None
+        same = behind(args[0], VIEWS) is behind(sort.args[0], VIEWS) and args[0].meta["val"].dim() == 1
+        return sort if same else None
+
     def moved(self, node: Node) -> Move | None:
         """Returns what stands for an index of rows into groups or out of them; None for any other call."""
         args: Any = node.args
         more: tuple[Any, ...] = ()
+        order: Any = None
         if node.target is aten.index.Tensor:
             op, given, indices = GATHER, args[0], args[1]
             placed, numbered = (node, 0), value_of(given)
@@ -88,9 +106,28 @@ class RowWriter(Writer):
         if len(known) != 1 or known[0].dim != 0 or not takes_rows(node, indices, given):
             return None
         ends = known[0].ends[0]
+        by_place = placed in self.rows
+        if not by_place and len(node.meta["val"]) == len(indices[0].meta["val"]) and (order := inverse(indices[0])):
+            op, indices, by_place = (SCATTER, GATHER)[op is SCATTER], [order], True
+            more = (len(node.meta["val"]),) if op is SCATTER else ()
         if isinstance(ends.meta["val"], (tuple, list)) or node in ancestors([ends]):
             return None
-        return Move(op, (given, indices[0]), ends, (*more, placed in self.rows))
+        return Move(op, (given, indices[0]), ends, (*more, by_place))
+
+
+def inverse(index: Node) -> Node | None:
+    """Returns the order in which something is sorted, of which an index is the inverse; None if it is none: rows that
+    it takes are those that the order puts there."""
+    order: Any = None
+    if index.target is aten.index_put.default and len(index.args) == 3:
+        base, (order, *more), numbers = index.args  # type: ignore[misc]
+        counts = numbers.target is aten.arange.default and numbers.args[0] == len(index.meta["val"])  # type: ignore
+        if more or not counts or base.meta["val"].shape != order.meta["val"].shape:  # type: ignore[union-attr]
+            return None
+    elif index.target is operator.getitem and ascends(index.args[0]) and index.args[1] == 1:  # type: ignore[arg-type]
+        order = index.args[0].args[0]  # type: ignore[union-attr]
+    sort, at = value_of(order) if isinstance(order, Node) else (index, 0)
+    return order if at == 1 and sort.target in SORTS and len(sort.meta["val"][0].shape) == 1 else None
 
 
 def takes_rows(node: Node, indices: Any, values: Node) -> bool:

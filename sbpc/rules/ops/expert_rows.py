@@ -18,6 +18,7 @@ own = torch.ops.sbpc
 def gathered(shard: Shard) -> Any:
     """The rows, of which each rank sends those that it has where rows are shared out."""
     x, index, ends, _ = shard.given.values()
+    index = within(shard, index)
     if shard.sharing is None:
         return shard.aten("index.Tensor", x, [index])
     rows, sent, _ = by_number(shard, index, ends)
@@ -28,14 +29,21 @@ def gathered(shard: Shard) -> Any:
 
 def scattered(shard: Shard) -> Any:
     """The sums, likewise. Values come from rank after rank, so that they are added in the order of their places."""
-    values, index, ends, size, _ = shard.given.values()
+    values, index, ends, *_ = shard.given.values()
+    index = within(shard, index)
     if shard.sharing is None:
-        zeros = shard.aten("new_zeros", values, [size, *shard.shape()[1:]])
+        zeros = shard.aten("new_zeros", values, shard.shape())
         return shard.aten("index_put", zeros, [index], values, True)
     order, _, sent = by_place(shard, index, ends)
     rows, taken, held = by_number(shard, index, ends)
     moved = exchanged(shard, shard.aten("index_select", values, 0, order), sent, taken)
     return shard.call(own.add_rows.default, moved, rows, held)
+
+
+def within(shard: Shard, index: Any) -> Any:
+    """The numbers as those within the part of which the rank has rows, where it has its own."""
+    size = shard.sizes["v"]
+    return index if size == shard.match.sizes["v"] else shard.aten("remainder.Scalar", index, size)
 
 
 def by_place(shard: Shard, index: Any, ends: Any) -> tuple[Any, ...]:
@@ -47,7 +55,7 @@ def by_place(shard: Shard, index: Any, ends: Any) -> tuple[Any, ...]:
 
 def by_number(shard: Shard, index: Any, ends: Any) -> tuple[Any, ...]:
     """The rows that it holds, see `rows_by_number`; numbers of them by rank as a list."""
-    most = shard.match.sizes["i"]
+    most = shard.sizes["i"]
     args = *about(shard, index, ends), most, shard.local["v"]
     rows, counts, held = results(shard, own.rows_by_number.default, *args)
     return rows, shard.call(own.row_counts.default, counts, most), held
@@ -55,7 +63,7 @@ def by_number(shard: Shard, index: Any, ends: Any) -> tuple[Any, ...]:
 
 def about(shard: Shard, index: Any, ends: Any) -> tuple[Any, ...]:
     """What both are told."""
-    sizes, by_place, sharing = shard.match.sizes, shard.given["by_place"], shard.sharing
+    sizes, by_place, sharing = shard.sizes, shard.given["by_place"], shard.sharing
     assert sharing is not None
     chunks = sharing.ends(sizes["v" if by_place else "i"])
     return index, ends, sharing.rank, sharing.ends(sizes["g"]), chunks, by_place, sizes["v"]
