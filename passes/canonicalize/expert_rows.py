@@ -96,18 +96,23 @@ class RowWriter(Writer):
         order: Any = None
         if node.target is aten.index.Tensor:
             op, given, indices = GATHER, args[0], args[1]
-            placed, numbered = (node, 0), value_of(given)
+        elif node.target is aten.index_select.default and args[1] == 0:
+            op, given, indices = GATHER, args[0], args[2:]
         elif node.target is aten.index_put.default and args[3:] == (True,) and args[0].target in ZEROS:
-            op, given, indices, more = SCATTER, args[2], args[1], (node.meta["val"].shape[0],)
-            placed, numbered = value_of(given), (node, 0)
+            op, given, indices = SCATTER, args[2], args[1]
+        elif node.target is aten.index_add.default and args[1] == 0 and args[0].target in ZEROS and not node.kwargs:
+            op, given, indices = SCATTER, args[3], args[2:3]
         else:
             return None
+        placed, numbered = ((node, 0), value_of(given))[:: 1 if op is GATHER else -1]
+        more = (len(node.meta["val"]),) if op is SCATTER else ()
         known = [self.rows[key] for key in (placed, numbered) if key in self.rows]
-        if len(known) != 1 or known[0].dim != 0 or not takes_rows(node, indices, given):
+        if len(known) != 1 or known[0].dim != 0 or not takes_rows(node, indices, given, op is SCATTER):
             return None
         ends = known[0].ends[0]
         by_place = placed in self.rows
-        if not by_place and len(node.meta["val"]) == len(indices[0].meta["val"]) and (order := inverse(indices[0])):
+        count = {len(each.meta["val"]) for each in (node, given, indices[0])}
+        if not by_place and len(count) == 1 and (order := inverse(indices[0])):
             op, indices, by_place = (SCATTER, GATHER)[op is SCATTER], [order], True
             more = (len(node.meta["val"]),) if op is SCATTER else ()
         if isinstance(ends.meta["val"], (tuple, list)) or node in ancestors([ends]):
@@ -130,11 +135,11 @@ def inverse(index: Node) -> Node | None:
     return order if at == 1 and sort.target in SORTS and len(sort.meta["val"][0].shape) == 1 else None
 
 
-def takes_rows(node: Node, indices: Any, values: Node) -> bool:
+def takes_rows(node: Node, indices: Any, values: Node, adds: bool) -> bool:
     """Returns whether one index of numbers of one dim takes or adds whole rows, of the type of the result."""
     index = indices[0].meta["val"] if len(indices) == 1 and indices[0] is not None else None
     if index is None or index.dim() != 1 or index.dtype != torch.int64:
         return False
     made, given = node.meta["val"], values.meta["val"]
-    same = node.target is not aten.index_put.default or tuple(given.shape) == (len(index), *made.shape[1:])
+    same = not adds or tuple(given.shape) == (len(index), *made.shape[1:])
     return same and given.dim() > 0 and given.dtype == made.dtype
