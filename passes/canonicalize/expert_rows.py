@@ -84,9 +84,11 @@ class RowWriter(Writer):
         if node.target is not aten.index.Tensor or len(args[1]) != 1:
             return None
         sort, at = value_of(args[1][0]) if args[1][0] is not None else (node, 0)
-        if at != 1 or sort.target not in SORTS or args[0].meta["val"].shape != sort.args[0].meta["val"].shape:
+        if at != 1 or sort.target not in SORTS:
             return None
-        same = behind(args[0], VIEWS) is behind(sort.args[0], VIEWS) and args[0].meta["val"].dim() == 1
+        given: Any = sort.args[0]
+        shapes = {tuple(each.meta["val"].shape) for each in (args[0], given)}
+        same = behind(args[0], VIEWS) is behind(given, VIEWS) and len(shapes) == 1 and args[0].meta["val"].dim() == 1
         return sort if same else None
 
     def moved(self, node: Node) -> Move | None:
@@ -123,16 +125,18 @@ class RowWriter(Writer):
 def inverse(index: Node) -> Node | None:
     """Returns the order in which something is sorted, of which an index is the inverse; None if it is none: rows that
     it takes are those that the order puts there."""
+    args: Any = index.args
     order: Any = None
-    if index.target is aten.index_put.default and len(index.args) == 3:
-        base, (order, *more), numbers = index.args  # type: ignore[misc]
-        counts = numbers.target is aten.arange.default and numbers.args[0] == len(index.meta["val"])  # type: ignore
-        if more or not counts or base.meta["val"].shape != order.meta["val"].shape:  # type: ignore[union-attr]
+    if index.target is aten.index_put.default and len(args) == 3 and len(args[1]) == 1:
+        base, order, numbers = args[0], args[1][0], args[2]
+        if numbers.target is not aten.arange.default or not len(base.meta["val"]) == numbers.args[0] == len(
+            order.meta["val"]
+        ):
             return None
-    elif index.target is operator.getitem and ascends(index.args[0]) and index.args[1] == 1:  # type: ignore[arg-type]
-        order = index.args[0].args[0]  # type: ignore[union-attr]
+    elif index.target is operator.getitem and args[1] == 1 and ascends(args[0]):
+        order = args[0].args[0]
     sort, at = value_of(order) if isinstance(order, Node) else (index, 0)
-    return order if at == 1 and sort.target in SORTS and len(sort.meta["val"][0].shape) == 1 else None
+    return order if at == 1 and sort.target in SORTS and sort.meta["val"][0].dim() == 1 else None
 
 
 def takes_rows(node: Node, indices: Any, values: Node, adds: bool) -> bool:

@@ -164,7 +164,8 @@ def by_rows(node: Node, match: Match, known: Owned) -> Iterator[Signature]:
         dims = [dim_of(value.dims, str(s.factor)) for value in match.bound.values]
         states = (*s.inputs, *s.outputs)
         if in_rows and all(dim in (0, 1) for dim, state in zip(dims, states) if isinstance(state, Split)):
-            yield Signature(*(tuple(map(in_order, each)) for each in (s.inputs, s.outputs)), s.factor, own=s.factor)
+            ins, outs = (tuple(map(in_order, each)) for each in (s.inputs, s.outputs))
+            yield Signature(ins, outs, s.factor, own=s.factor)
 
 
 def in_order(state: State) -> State:
