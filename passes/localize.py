@@ -130,7 +130,8 @@ class Localizer(Copies):
         args, kwargs = map_arg((node.args, dict(node.kwargs)), read)
         shifted = {factor: axes for factor, axes in choice.cuts().items() if factor in match.shifts}
         offsets = {factor: self.offset(match.sizes[factor], axes) for factor, axes in shifted.items()}
-        return match.localize(call, args, kwargs, local, offsets, self.sharing(choice, node, call))
+        part = choice.part(match.sizes.items(), self.mesh.sizes, self.coordinates)
+        return match.localize(call, args, kwargs, local, offsets, self.sharing(choice, node, call), part)
 
     def sharing(self, choice: Choice, node: Node, call: Callable[..., Any]) -> Sharing | None:
         """Returns the ranks that share out rows where a call is done so."""

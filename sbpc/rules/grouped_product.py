@@ -27,7 +27,7 @@ def grouped_local(shard: Shard) -> Any:
     rows = call("permute", given["self"], [1, 0]) if turned else given["self"]
     number = start = None
     count = local["m"] if shard.sharing is None else None
-    if "m" in offsets:
+    if "m" in offsets and shard.part is None:  # else the ends are those of the rank's own rows
         ends = call("clamp", call("sub.Tensor", given["offs"], offsets["m"]), 0, local["m"])
         given["offs"] = call("_to_copy", ends, dtype=torch.int32)
     if "g" in offsets:

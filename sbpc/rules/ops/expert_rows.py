@@ -21,9 +21,10 @@ WITHIN = own.within_capacity.default
 def gathered(shard: Shard) -> Any:
     """The rows, of which each rank sends those that it has where rows are shared out."""
     x, index, ends, *_ = shard.given.values()
+    index = within(shard, index)
     if shard.sharing is None:
         return shard.aten("index.Tensor", x, [index])
-    ends = within(shard, ends)
+    ends = allowed(shard, ends)
     rows, sent, _ = by_number(shard, index, ends)
     _, places, taken = by_place(shard, index, ends)
     moved = exchanged(shard, shard.aten("index_select", x, 0, rows), sent, taken)
@@ -32,20 +33,27 @@ def gathered(shard: Shard) -> Any:
 
 def scattered(shard: Shard) -> Any:
     """The sums, likewise. Values come from rank after rank, so that they are added in the order of their places."""
-    values, index, ends, size, *_ = shard.given.values()
+    values, index, ends, *_ = shard.given.values()
+    index = within(shard, index)
     if shard.sharing is None:
-        zeros = shard.aten("new_zeros", values, [size, *shard.shape()[1:]])
+        zeros = shard.aten("new_zeros", values, shard.shape())
         return shard.aten("index_put", zeros, [index], values, True)
-    ends = within(shard, ends)
+    ends = allowed(shard, ends)
     order, _, sent = by_place(shard, index, ends)
     rows, taken, held = by_number(shard, index, ends)
     moved = exchanged(shard, shard.aten("index_select", values, 0, order), sent, taken)
     return shard.call(own.add_rows.default, moved, rows, held)
 
 
-def within(shard: Shard, ends: Any) -> Any:
+def within(shard: Shard, index: Any) -> Any:
+    """The numbers as those within the part of which the rank has rows, where it has its own."""
+    size = shard.sizes["v"]
+    return index if size == shard.match.sizes["v"] else shard.aten("remainder.Scalar", index, size)
+
+
+def allowed(shard: Shard, ends: Any) -> Any:
     """Where groups end, once no rank has more rows of them than it may."""
-    sharing, sizes = shard.sharing, shard.match.sizes
+    sharing, sizes = shard.sharing, shard.sizes
     assert sharing is not None
     if sharing.most == ANY:
         return ends
@@ -63,7 +71,7 @@ def by_place(shard: Shard, index: Any, ends: Any) -> tuple[Any, ...]:
 
 def by_number(shard: Shard, index: Any, ends: Any) -> tuple[Any, ...]:
     """The rows that it holds, see `rows_by_number`; numbers of them by rank as a list."""
-    most, copies = shard.match.sizes["i"], shard.given["copies"]
+    most, copies = shard.sizes["i"], shard.given["copies"]
     most = most if copies is None else min(most, copies * shard.local["v"])
     args = *about(shard, index, ends), most, shard.local["v"]
     rows, counts, held = results(shard, own.rows_by_number.default, *args)
@@ -72,7 +80,7 @@ def by_number(shard: Shard, index: Any, ends: Any) -> tuple[Any, ...]:
 
 def about(shard: Shard, index: Any, ends: Any) -> tuple[Any, ...]:
     """What both are told."""
-    sizes, by_place, sharing = shard.match.sizes, shard.given["by_place"], shard.sharing
+    sizes, by_place, sharing = shard.sizes, shard.given["by_place"], shard.sharing
     assert sharing is not None
     chunks = sharing.ends(sizes["v" if by_place else "i"])
     return index, ends, sharing.rank, sharing.ends(sizes["g"]), chunks, by_place, sizes["v"]
