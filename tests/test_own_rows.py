@@ -230,14 +230,14 @@ def test_own_rows_stand_beside_all_other_states(pin: str) -> None:
 def test_where_links_between_hosts_are_slow_rows_stay_with_their_tokens_hosts() -> None:
     """Nothing is pinned: rows go to experts within a host, and gradients of experts between hosts."""
     with torch.device("meta"):
-        model = Routed(2048, 1024, 8).bfloat16()
-        args = torch.empty(64, 4096, 2048, dtype=torch.bfloat16), torch.empty(8, dtype=torch.bfloat16)
+        model = Routed(2048, 1024, 32).bfloat16()
+        args = torch.empty(64, 4096, 2048, dtype=torch.bfloat16), torch.empty(32, dtype=torch.bfloat16)
     mesh = Mesh(data=8, expert=8, cluster="h100")
     plan = sbpc.plan(model, args, mesh)
     made = {str(node.meta["sbp"]) for node in plan.graph.graph.nodes if node.target is PRODUCT}
     assert made == {"[L(0), R(0)]", "[P, S(0)]"}
     shared = sbpc.plan(model, args, mesh, pin={"_grouped_mm": "[R(0), R(0)]"})
-    assert 2 * plan.cost.seconds < shared.cost.seconds
+    assert 1.5 * plan.cost.seconds < shared.cost.seconds
 
 
 class Router(nn.Module):

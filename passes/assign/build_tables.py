@@ -45,7 +45,7 @@ def tabulate(
     if not free:
         points = float(np.prod(tensors[len(table.ins)][1]))
         masks = cut_masks(candidates.signatures, table.digits)
-        rows = factor_masks([{signature.ragged} for signature in candidates.signatures], table.digits)
+        rows = factor_masks([(signature.ragged,) for signature in candidates.signatures], table.digits)
         seconds = call_seconds(match, masks, tensors, table.ports, points, mesh, rows)
         seconds = seconds + dispatch_seconds(match, table.sharing, tensors, table.ports, mesh)
         two_phase = table.two_phase

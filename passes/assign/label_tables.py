@@ -115,7 +115,7 @@ def codes_of(states: Sequence[State], digits: Array, bits: Array) -> Array:
 
 def cut_masks(signatures: Sequence[Signature], digits: Array) -> dict[str, Array]:
     """Returns, by factor and label, the axes that cut it, as bits. signatures: by digit."""
-    return factor_masks([{signature.factor, signature.own} for signature in signatures], digits)
+    return factor_masks([(signature.factor, signature.own) for signature in signatures], digits)
 
 
 def factor_masks(factors: Sequence[Collection[str | None]], digits: Array) -> dict[str, Array]:
