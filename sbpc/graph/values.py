@@ -3,6 +3,7 @@ what they were."""
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import sys
 from collections import deque
@@ -32,11 +33,22 @@ PLAIN = (
     torch.memory_format,
     torch.Size,
 )
+
+
+class Masks(abc.ABC):
+    """The BlockMask of FlexAttention, known by its name: to import it takes seconds. It runs somebody's function."""
+
+    @classmethod
+    def __subclasshook__(cls, kind: type) -> bool:
+        names = {(each.__module__, each.__qualname__) for each in kind.__mro__}
+        return ("torch.nn.attention.flex_attention", "BlockMask") in names
+
+
 RECORDS = (SimpleNamespace,)  # objects whose reads cannot be watched
 LISTS = (list, tuple, deque)
 CACHED = type(lru_cache(len))
 # they hold what they are called with besides their arguments, see `table_of`
-CALLS = (FunctionType, MethodType, partial, CACHED)
+CALLS = (FunctionType, MethodType, partial, CACHED, Masks)
 CONTAINERS = (*LISTS, dict, set, frozenset, np.ndarray, *CALLS, *RECORDS)
 BRACKETS: dict[type, tuple[str, str]] = {tuple: ("(", ")"), list: ("[", "]"), dict: ("{", "}")}
 # entries of a container that are compared, levels that are looked at; characters of a text
@@ -144,6 +156,8 @@ def table_of(container: Any) -> Any:
         return {"__wrapped__": container.__wrapped__}
     if isinstance(container, partial):
         return {"func": container.func, "args": container.args, "keywords": container.keywords}
+    if isinstance(container, Masks):
+        return {"mask_mod": getattr(container, "mask_mod")}  # noqa: B009
     return vars(container) if isinstance(container, RECORDS) else container
 
 
