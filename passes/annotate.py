@@ -14,6 +14,7 @@ from sbpc.graph.operands import operands, outputs_of
 from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.states import P
 from sbpc.rules.choices import Candidates, of_match, of_replicated, of_stored
+from sbpc.rules.own_rows import Owned, own_rows, owned_rows
 from sbpc.rules.proof.user_rules import UNPROVED
 from sbpc.rules.registry import match_of
 from sbpc.rules.shared_rows import grouped_rows, shared
@@ -44,11 +45,13 @@ def annotate(gm: GraphModule) -> GraphModule:
 
 
 def share_rows(gm: GraphModule, known: dict[Any, Candidates]) -> None:
-    """Adds the signatures of rows that ranks share out by their groups. known: see `annotate_call`."""
+    """Adds the signatures of rows that ranks share out by their groups, or have of their own. known: see
+    `annotate_call`."""
     matches = {node: node.meta["match"] for node in gm.graph.nodes if "match" in node.meta}
     rows = grouped_rows(matches)
+    owned = owned_rows(matches) if rows else Owned()
     for node, matched in matches.items() if rows else ():
-        if more := tuple(shared(node, matched, rows)):
+        if more := (*shared(node, matched, rows), *own_rows(node, matched, owned)):
             found = node.meta["candidates"]
             key = id(found), more
             if key not in known:
@@ -57,12 +60,13 @@ def share_rows(gm: GraphModule, known: dict[Any, Candidates]) -> None:
 
 
 def unshared(gm: GraphModule) -> GraphModule:
-    """Returns an annotated graph without the signatures of rows that ranks share out by their groups."""
+    """Returns an annotated graph without the signatures of rows that ranks share out by their groups, or have of their
+    own."""
     result = rebuild(gm)
     for node in result.graph.nodes:
-        if any(signature.ragged is not None for signature in node.meta.get("signatures", ())):
+        if any(signature.ordered for signature in node.meta.get("signatures", ())):
             found = node.meta["candidates"]
-            set_candidates(node, replace(found, signatures=tuple(s for s in found.signatures if s.ragged is None)))
+            set_candidates(node, replace(found, signatures=tuple(s for s in found.signatures if not s.ordered)))
     return result
 
 

@@ -111,23 +111,27 @@ class Localizer(Copies):
         """Writes one call."""
         return called(self.graph, op, args, kwargs, meta=self.about)
 
-    def call_op(self, node: Node, call: Callable[..., Any] | None = None) -> Any:
-        """Writes one op at local sizes, by its rule. call: writes its calls; see `start`."""
-        match, call = node.meta.get("match"), call or self.call
+    def call_op(self, node: Node) -> Any:
+        """Writes one op at local sizes."""
         if node.target is operator.getitem:
             producer, index = value_of(node)
             parts = self[producer]
             return self.described(parts[index], node) if isinstance(parts, tuple) else self.as_it_is(node)
-        if match is None:
+        if node.meta.get("match") is None:
             return self.replicated(node)
-        choice = node.meta["choice"]
+        made = self.by_rule(node, self.call)
+        return self.described(made, node) if isinstance(made, Node) else tuple(made)
+
+    def by_rule(self, node: Node, call: Callable[..., Any]) -> Any:
+        """Writes the calls of an op at local sizes through `call`, and returns its result, or all of them."""
+        match, choice = node.meta["match"], node.meta["choice"]
         local = local_sizes(match.sizes.items(), choice, self.mesh.sizes, self.coordinates)
         read = self.in_order if match.entry.source else self.__getitem__  # a kernel of the user's may read strides
         args, kwargs = map_arg((node.args, dict(node.kwargs)), read)
         shifted = {factor: axes for factor, axes in choice.cuts().items() if factor in match.shifts}
         offsets = {factor: self.offset(match.sizes[factor], axes) for factor, axes in shifted.items()}
-        made = match.localize(call, args, kwargs, local, offsets, self.sharing(choice, node, call))
-        return made if call is not self.call else self.described(made, node) if isinstance(made, Node) else tuple(made)
+        part = choice.part(match.sizes.items(), self.mesh.sizes, self.coordinates)
+        return match.localize(call, args, kwargs, local, offsets, self.sharing(choice, node, call), part)
 
     def sharing(self, choice: Choice, node: Node, call: Callable[..., Any]) -> Sharing | None:
         """Returns the ranks that share out rows where a call is done so."""
@@ -214,7 +218,7 @@ class Localizer(Copies):
 
     def written(self, start: Node, call: Callable[..., Any]) -> Any:
         """Writes what begins at a node, through `call`."""
-        return self.lowered(start, start.meta["step"], call) if "step" in start.meta else self.call_op(start, call)
+        return self.lowered(start, start.meta["step"], call) if "step" in start.meta else self.by_rule(start, call)
 
     def boxing(self, node: Node) -> Any:
         """Writes one boxing step as collectives and local ops."""

@@ -21,10 +21,11 @@ from sbpc.graph.expert_rows import COUNTING
 from sbpc.graph.operands import ancestors, nodes_in
 from sbpc.mesh.states import Ragged
 from sbpc.rules.strides import laid_out
+from sbpc.runtime.flex_kernels import OPERATORS
 from sbpc.runtime.pieces import in_pieces
 
 aten = torch.ops.aten
-progress = logging.getLogger("sbpc.progress")
+log, progress = logging.getLogger("sbpc"), logging.getLogger("sbpc.progress")
 FEW = 8  # calls, which take no longer than to enter and leave a compiled piece
 BoxedFunction = Callable[[list[Tensor]], tuple[Any, ...]]
 Executor = Callable[[GraphModule], BoxedFunction]
@@ -133,12 +134,30 @@ def compiled_later(piece: GraphModule) -> BoxedFunction:
         if not compiled:
             given[:] = [x.contiguous() if overlaps(x) else x for x in given]
             progress.debug("Inductor compiles %d calls", len(piece.graph.nodes))
-            compiled.append(inductor_compile(piece, list(given)))
+            compiled.append(compiled_now(piece, list(given), any(x.is_cuda for x in given)))
             strides.extend(x.stride() for x in given)
         given[:] = [strided(x, known) for x, known in zip(given, strides)]
         return tuple(compiled[0](given))
 
     return boxed
+
+
+def compiled_now(piece: GraphModule, given: list[Tensor], on_gpu: bool) -> Callable[..., Any]:
+    """Returns what Inductor makes of a program. On a GPU it is given FlexAttention as the operators for which it has
+    kernels; where it finds none for their sizes the ops stay, which hold all scores in memory."""
+    ops = {node: node.target for node in piece.graph.nodes if on_gpu and node.target in OPERATORS}
+    for node, op in ops.items():
+        node.target = OPERATORS[op]
+    try:
+        piece.recompile()
+        return inductor_compile(piece, given)
+    except Exception as error:  # whatever Inductor makes of it
+        if not ops:
+            raise
+        log.warning("Inductor has no kernel for a FlexAttention, whose scores are all held in memory: %s", error)
+        for node, op in ops.items():
+            node.target = op
+        return compiled_now(piece, given, False)
 
 
 def auto(gm: GraphModule) -> BoxedFunction:

@@ -7,12 +7,14 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sbpc.errors import PlanError
+from sbpc.errors import PlanError, SbpcError
 from sbpc.graph.guards import Guards
 from sbpc.graph.ports import INPUT
 from sbpc.graph.pytree import unflatten
@@ -25,6 +27,7 @@ from sbpc.runtime.step import Runner
 
 AUTO, MOST = "auto", 8
 RELAID = 16
+DOUBTFUL = 3  # tensors at most of which is tried whether they have rows
 OWN = {"forward", *vars(nn.Module())}  # attributes that a module has of its own
 log = logging.getLogger("sbpc")
 
@@ -61,13 +64,10 @@ class FurtherPlans:
         train = self.plan.options.train and torch.is_grad_enabled()
         if (call.at_once and not train) or (self.plan.axis is not None and train and not call.at_once):
             raise error
-        args, kwargs = unflatten(
-            call.structure, [like_meta(leaf, shape) for leaf, shape in zip(call.leaves, call.shapes)]
-        )
         modules = dict(module.named_modules())
         for name, own in self.model.named_modules():
             follow(own, vars(modules[name]))
-        step = self.plan.alike.captured(self.model, args, kwargs, train)
+        step, args, call = self.captured(call, train)
         if (changed := Guards(module, step.about["guards"]).broken()) is not None:
             raise changed
         planned = [each.plan for each in runners if each not in self.relaid and isinstance(each.plan, Plan)]
@@ -97,6 +97,31 @@ class FurtherPlans:
             runners.remove(self.relaid.pop(0))
         runners.append(made)
 
+    def captured(self, call: Call, train: bool) -> tuple[Any, Sequence[Any], Call]:
+        """Returns a captured step, its arguments, and the call with the rows that it has: where their length alone
+        says of tensors that they have some, the only way to share them out in which the model runs.
+
+        Raises PlanError if there are several, and what the capture raises if there is none.
+        """
+        if len(call.doubtful) > DOUBTFUL:
+            raise unclear(call, call.doubtful)
+        found, errors = [], []
+        for whole in product((False, True), repeat=len(call.doubtful)):
+            without = {at for at, each in zip(call.doubtful, whole) if each}
+            other = replace(call, has_rows=[has and at not in without for at, has in enumerate(call.has_rows)])
+            leaves = [like_meta(leaf, shape) for leaf, shape in zip(call.leaves, other.shapes)]
+            args, kwargs = unflatten(call.structure, leaves)
+            try:
+                found.append((self.plan.alike.captured(self.model, args, kwargs, train), args, other))
+            except SbpcError as error:
+                errors.append(error)
+        if not found:
+            raise errors[0]
+        if len(found) > 1:
+            ways = zip(*(other.has_rows for _, _, other in found))
+            raise unclear(call, [at for at, way in enumerate(ways) if len({*way}) > 1])
+        return found[0]
+
 
 def serving(alike: Any, step: Any, planned: Sequence[Plan], shapes: Sequence[Sequence[int]]) -> Plan | None:
     """Returns the plan of a captured step in the layouts of one of some plans, of the nearest in size that will do."""
@@ -111,6 +136,16 @@ def follow(own: nn.Module, now: Mapping[str, Any]) -> None:
     for key, value in now.items():
         if key not in OWN and not key.startswith("_sbpc_") and not isinstance(value, (Tensor, nn.Module)):
             vars(own)[key] = copy.copy(value) if isinstance(value, dict) else value
+
+
+def unclear(call: Call, doubtful: Sequence[int]) -> PlanError:
+    """Returns the error about tensors that may be rows of the batch, or the same on all ranks."""
+    given = text_of_call(call.kinds, call.structure)
+    return PlanError(
+        f"no plan says whether each rank gives its own rows of the tensors {[*doubtful]} of {given}, or all of them\n"
+        "  Plan such arguments, the whole batch, with pin=plan.parameters and inputs=, and give it as "
+        "parallelize(..., also=[...]); or plan the first time with all arguments."
+    )
 
 
 def like_meta(leaf: Tensor, shape: Sequence[int]) -> Tensor:

@@ -269,6 +269,7 @@ def parallel_class(
             if further is None:
                 raise
             further.add(self, runners, call, error)
+            call = weights.call_of(runners, args, kwargs, at_once, ranks)  # now known by a plan which tensors have rows
             return weights.runner_of(runners, call, alone=False), weights, call
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,8 @@ class Call:
     """What a module is called with: tensors and the structure around them.
 
     at_once: whether forward and backward run together, as a loop always runs them. rows: how many rows of the batch
-    each rank gives, None where all give the whole; has_rows: which tensors have them.
+    each rank gives, None where all give the whole; has_rows: which tensors have them; doubtful: those of which only
+    their length says so.
     """
 
     leaves: Sequence[Tensor]
@@ -41,6 +42,7 @@ class Call:
     at_once: bool
     rows: Rows | None
     has_rows: Sequence[bool]
+    doubtful: Sequence[int] = ()
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -98,15 +100,14 @@ class ModuleWeights:
         leaves, structure = flatten((tuple(args), dict(kwargs)), "the arguments")
         if ranks is None:
             return Call(leaves, structure, at_once, None, [False] * len(leaves))
-        like = next((each for each in runners if each.plan.ports.arguments == structure), None)
         own = ranks.names is not None
-        has_rows = leaves_with_rows([leaf.shape for leaf in leaves]) if like is None and own else [False] * len(leaves)
-        has_rows = has_rows if like is None else like.has_rows
+        has_rows, doubtful = which_have_rows(runners, leaves, structure) if own else ([False] * len(leaves), [])
         modes = [name for name, module in self.submodules.items() if not module.training]
         sums = {"within no_sync": at_once and self.sums.collects, "keeps gradients": self.sums.unfinished}
         errors = [str(self.guards_of(each).broken() or "").partition(",")[0] for each in runners]
         rows = ranks.of(leaves, has_rows, [structure, modes, at_once, torch.is_grad_enabled(), sums, errors])
-        return Call(leaves, structure, at_once, rows if own else None, has_rows)
+        apart = {count for _, count in rows.spans} != {rows.total}
+        return Call(leaves, structure, at_once, rows if own else None, has_rows, doubtful if apart else [])
 
     def runner_of(self, runners: Sequence[Runner], call: Call, alone: bool = True) -> Runner:
         """Returns the runner of the plan for this call. Raises PlanError, Unplanned if a further plan would do, if
@@ -205,6 +206,33 @@ class ModuleWeights:
                         "model as a whole\n"
                         "  Register it before sbpc.plan, so that its tensor ops are planned, or on the whole module."
                     )
+
+
+def which_have_rows(
+    runners: Sequence[Runner], leaves: Sequence[Tensor], structure: Any
+) -> tuple[Sequence[bool], Sequence[int]]:
+    """Returns which arguments have rows where each rank gives its own, and of which of these that is a guess by their
+    length: those that no plan has, neither in this structure nor as an argument of this name or at this place."""
+    like = next((each for each in runners if each.plan.ports.arguments == structure), None)
+    if like is not None:
+        return like.has_rows, []
+    known: dict[Any, bool] = {}
+    for runner in reversed(runners):
+        places = places_of(runner.plan.ports.arguments, len(runner.has_rows))
+        known |= {place: runner.has_rows[at] for place, at in places.items()}
+    shapes = [leaf.shape for leaf in leaves]
+    sure = {at: known[place] for place, at in places_of(structure, len(leaves)).items() if place in known}
+    has_rows = [sure.get(at, guess) for at, guess in enumerate(leaves_with_rows(shapes))]
+    first = next((at for at, shape in enumerate(shapes) if shape), None)
+    return has_rows, [at for at, has in enumerate(has_rows) if has and at not in sure and at != first]
+
+
+def places_of(structure: Any, count: int) -> dict[Any, int]:
+    """Returns the numbers of the tensors that are arguments by themselves, by position or name."""
+    numbers = {object(): at for at in range(count)}
+    args, kwargs = unflatten(plain(structure), [*numbers])
+    given = [*enumerate(args), *kwargs.items()]
+    return {place: numbers[each] for place, each in given if type(each) is object}
 
 
 def other_shapes(runners: Sequence[Runner], call: Call) -> Unplanned:

@@ -374,3 +374,21 @@ def writes_of(tensor: Tensor) -> int:
 def keeps_graph() -> bool:
     """Returns whether the backward that runs in this thread was called with retain_graph."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def flex_parts() -> tuple[Any, Any]:
+    """Returns what makes the graph of the gradients of a function of FlexAttention, and its index into a tensor."""
+    from torch._dynamo._trace_wrapped_higher_order_op import mod_index
+    from torch._higher_order_ops.flex_attention import create_fw_bw_graph
+
+    return create_fw_bw_graph, mod_index
+
+
+@contextlib.contextmanager
+def differentiating() -> Iterator[None]:
+    """Has autograd record what runs while this lasts, also within the kernel of an op, where torch turns it off."""
+    left = torch._C._dispatch_tls_local_exclude_set()
+    for name in (name for name in dir(torch._C.DispatchKey) if name.startswith("Autograd")):
+        left = left.remove(getattr(torch._C.DispatchKey, name))
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), left), torch.enable_grad():
+        yield

@@ -125,7 +125,7 @@ def draw_choice(
     sums: by axis the state of an operand that is read as a partial sum where it is one.
     """
     candidates = node.meta["candidates"]
-    every = [s for s in candidates.signatures if s.ragged is None]
+    every = [s for s in candidates.signatures if not s.ordered]
     free = [[s for s in every if (s.inputs == (P,)) == (state == P)] for state in sums]
     for _ in range(200):
         signatures = tuple(map(generator.choice, free or [every] * len(mesh.axes)))

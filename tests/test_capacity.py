@@ -16,6 +16,8 @@ from sbpc import Mesh, Plan
 from sbpc.cli.main import main
 from sbpc.errors import PlanError, RoutingError, SbpcError
 from sbpc.mesh.routing import ANY, most_rows, stretched
+from tests.bench import experts_by_hand as by_hand
+from tests.bench.by_hand import loss_of
 from tests.processes import run_ranks
 from tests.routed import ROUTINGS, Routed, batch, product
 
@@ -196,3 +198,12 @@ def test_the_command_line_takes_all_of_these(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         main([*asked, "--capacity", "0.5"])
     assert "'0.5' is no multiple of the mean, as in 1.25" in capsys.readouterr().err
+
+
+def test_a_step_whose_head_is_in_slices_shares_out_rows_of_experts() -> None:
+    net, (tokens, targets) = by_hand.build(batch=4, seq=6, vocab=40, width=16, heads=2, layers=1, experts=8, hidden=24)
+    pin = {"*mix.up": "S(0)", "*mix.down": "S(0)", "_grouped_mm": "R(0)"}
+    asked = {"loss": loss_of, "targets": (targets,), "pin": pin}
+    for count in (1, 2):  # the pin could not be met
+        plan = sbpc.plan(net, (tokens,), Mesh(a=4), slices=count, **asked)
+        assert sum("R(0)" in str(node.meta.get("sbp")) for node in plan.graph.graph.nodes) > 10

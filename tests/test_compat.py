@@ -263,6 +263,25 @@ def test_give_shapes_tells_that_of_float8_products_of_operands_of_any_strides() 
         shape_of_scaled_mm(a, a, one, one)
 
 
+def test_flex_parts_are_what_torch_makes_a_backward_of() -> None:
+    graph, index = _compat.flex_parts()
+    table, at = torch.randn(3, requires_grad=True), torch.tensor(2)
+    assert index(table, [at]) == table[2]
+    score, places = torch.zeros((), requires_grad=True), [torch.tensor(0)] * 4
+    _, joint = graph(lambda score, b, h, q, kv, x: score * x, (score, *places), (torch.tensor(3.0),))
+    of_score, *_ = joint(score, *places, torch.tensor(2.0), torch.tensor(3.0))
+    assert of_score == 6.0
+
+
+def test_differentiating_is_possible_within_the_kernel_of_an_op() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
+        assert not (x * 3).requires_grad
+        with _compat.differentiating():
+            (found,) = torch.autograd.grad((x * 3).sum(), x)
+    assert found.tolist() == [3.0, 3.0]
+
+
 def test_op_names_are_those_of_all_registered_ops() -> None:
     assert {"aten::mm", "aten::add.Tensor"} <= set(_compat.op_names())
     with torch.library._scoped_library("sbpc_test_compat", "DEF") as library:

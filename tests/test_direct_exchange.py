@@ -19,7 +19,7 @@ from sbpc.boxing.paths import path
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.states import REDUCE
 from sbpc.runtime.start import process_groups
-from sbpc.runtime.start.direct_exchange import LARGE, DirectGroup
+from sbpc.runtime.start.direct_exchange import DirectGroup
 from sbpc.runtime.start.launch import RankError, launch
 from tests import models
 from tests.boxings import positions, program
@@ -94,17 +94,21 @@ def test_collectives_give_the_plain_sum_in_the_order_of_the_ranks(ranks: int) ->
 
 
 def ways() -> list[Any]:
-    """On a rank: which collectives go directly on one node and on several; how many are in flight at the end."""
+    """On a rank: which collectives go directly on one node and on several; how many are in flight at the end.
+
+    Where pieces have other sizes, the first rank sees but equal ones, and the second one does not."""
     mesh, taken = Mesh(x=2), list[str]()
     name = mesh.group_name((0,))
     original = DirectGroup.exchange
     DirectGroup.exchange = lambda *given: taken.append("direct") or original(*given)  # type: ignore[func-returns-value,assignment,method-assign]
-    small, large = torch.ones(2, LARGE // 4 - 1), torch.ones(2, LARGE // 4)
+    small, rank = torch.ones(2, 3), dist.get_rank()
     for across in (False, True):
         bind(mesh, across)
-        for x in (small, large):
+        for sizes in ([[1, 1], [1, 1]], [[1, 1], [1, 2]], [[2, 1], [0, 1]]):  # by rank, what it sends to each
             taken.append(f"{across}")
-            c10d.wait_tensor(c10d.all_to_all_single(x, [1, 1], [1, 1], name))
+            x, received = torch.full((sum(sizes[rank]), 20_000), float(rank)), [each[rank] for each in sizes]
+            found = c10d.wait_tensor(c10d.all_to_all_single(x, received, sizes[rank], name))
+            assert found[:, -1].tolist() == [0.0] * received[0] + [1.0] * received[1]
     taken.append("reduce_scatter")
     c10d.wait_tensor(c10d.reduce_scatter_tensor(small, "sum", 2, name))
     averaged = c10d.wait_tensor(c10d.reduce_scatter_tensor(small * dist.get_rank(), "avg", 2, name))
@@ -114,8 +118,8 @@ def ways() -> list[Any]:
     return [taken, kinds == [DirectGroup], torch._C._distributed_c10d._get_work_registry_size()]
 
 
-def test_all_to_alls_go_directly_where_it_is_faster_and_nothing_stays_in_flight() -> None:
-    expected = ["False", "False", "True", "True", "direct", "reduce_scatter", "direct"]
+def test_all_to_alls_go_directly_between_nodes_and_nothing_stays_in_flight() -> None:
+    expected = [*["False"] * 3, *["True", "direct"] * 3, "reduce_scatter", "direct"]
     assert run_ranks(ways, 2) == [[expected, True, 0]] * 2
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import torch
 
 from tests.processes import run_ranks
 
@@ -20,21 +21,35 @@ BLOCKS = re.findall(r'^```python(?: title="([^"]*)")?\n(.*?)^```', (DOCS / "tuto
 FILES = {name: text for name, text in BLOCKS if name}
 
 
+def written(folder: Path) -> None:
+    """Writes the files of the tutorial."""
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+
+
 def run_file(folder: str, name: str) -> None:
     """On a rank: a file of the tutorial, as torchrun starts it."""
     os.chdir(folder)
+    ranks = str(torch.distributed.get_world_size())
+    os.environ |= {"LOCAL_RANK": os.environ["RANK"], "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     sys.path.insert(0, folder)
     runpy.run_path(name, run_name="__main__")
 
 
 def test_the_code_of_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(FILES) == ["train.py", "loop.py"] and len(BLOCKS) == 5
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
+    assert list(FILES) == ["train.py", "loop.py", "accelerate_loop.py"] and len(BLOCKS) == 6
+    written(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     exec("".join(text for name, text in BLOCKS if not name), {})
     assert run_ranks(run_file, 4, str(tmp_path), "loop.py") == [None] * 4 and any(Path("saved").glob("step-*10"))
+
+
+def test_the_loop_with_accelerate_runs(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="pip install sbpc[integrations]")
+    written(tmp_path)
+    assert run_ranks(run_file, 2, str(tmp_path), "accelerate_loop.py") == [None] * 2
+    assert any((tmp_path / "saved").glob("step-*1"))
 
 
 class Page(HTMLParser):

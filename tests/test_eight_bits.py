@@ -226,8 +226,12 @@ def trained(plan: Any, steps: int) -> tuple[list[float], dict[str, Tensor]]:
     return train(module, demo_run.batches(steps), optimizer, step=getattr(module, "step", None)), first
 
 
-# After 1,000 steps the loss is 1 % above that of float32, and is not to be more than 0.5 %.
-LONG = [pytest.mark.prove, pytest.mark.timeout(1800), pytest.mark.xfail(reason="the loss is 1 % above that of float32")]
+# After 1,000 steps the loss is 0.7 % above that of float32, and is not to be more than 0.5 %; from seed 8 it is equal.
+LONG = [
+    pytest.mark.prove,
+    pytest.mark.timeout(1800),
+    pytest.mark.xfail(reason="the loss is 0.7 % above that of float32"),
+]
 
 
 @pytest.mark.parametrize("steps", [20, pytest.param(1000, marks=LONG)])

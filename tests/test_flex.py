@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +13,21 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.utils import GmWrapper
+from torch._inductor.compile_fx import compile_fx
+from torch.fx import Graph, GraphModule
+from torch.fx.node import map_aggregate
 from torch.nn.attention import flex_attention as flex
 
 import sbpc
 from sbpc import Mesh
-from sbpc.errors import CaptureError
+from sbpc.errors import CaptureError, PlanError
 from sbpc.graph.flex import BACKWARD, FORWARD, lines
+from sbpc.rules.proof.prove import Case
+from sbpc.runtime import executors
+from sbpc.runtime.flex_kernels import OPERATORS
 from tests import flex_cases, flexible, hf_models
 from tests.compare import compare, eager
 from tests.duality import Dual, missing
@@ -116,8 +126,36 @@ def test_a_model_of_transformers_with_flex_attention_equals_one_device() -> None
         model.set_attn_implementation("flex_attention")
         plan = sbpc.plan(model, (), Mesh(x=2), kwargs=kwargs)
     assert not plan.notes and any(node.target is FORWARD for node in plan.graph.graph.nodes)
-    for each in (plan, random_plan(plan, 0)):
-        assert compare(each, model, (), outputs, gradients, kwargs) <= 1e-9
+    assert compare(plan, model, (), outputs, gradients, kwargs) <= 1e-9
+
+
+class Kept(nn.Module):
+    """Attention with a mask that was made before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.mask = nn.Linear(16, 48), flex.create_block_mask(flexible.causal, None, None, 8, 8, "cpu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return flex.flex_attention(q, k, v, block_mask=self.mask).square().mean()
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_mask_on_a_module_is_what_it_was_when_planned() -> None:
+    model, args = Kept(), (torch.randn(2, 8, 16),)
+    plan = sbpc.plan(model, args, Mesh(x=2))
+    outputs, gradients = flexible.eager_step(model, args)
+    assert compare(plan, model, args, outputs, gradients) <= 1e-10
+    for hidden in (1, 2):
+
+        def later(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, most: int = hidden) -> Tensor:
+            return q - kv >= most
+
+        model.mask = flex.create_block_mask(later, None, None, 8, 8, "cpu")
+        message = refused(PlanError, functools.partial(sbpc.simulate, plan, model, args))
+        assert message.startswith("mask is BlockMask(later ") and "Plan anew" in message
+        plan = sbpc.plan(model, args, Mesh(x=2))
 
 
 def losses_of(module: Any, args: Any) -> list[float]:
@@ -173,9 +211,11 @@ def test_what_no_text_can_say_is_refused_with_what_to_do() -> None:
     message = refusal(call(score_mod=lambda score, *_: score.cumsum(0)))
     assert message.startswith("a score_mod or mask_mod of flex_attention calls aten.cumsum.default, which depends on")
     assert "test_flex.py" in message and message.endswith("do the rest before, and index what it gives.")
+    message = refusal(call(score_mod=lambda score, b, h, q, kv: h + 1.0))
+    assert message.startswith("a score_mod of flex_attention does not read the score")
     message = refusal(call(score_mod=lambda score, b, h, q, kv: score + slopes[h]))
     assert "register_buffer" in message
-    message = refusal(call(score_mod=lambda score, b, h, q, kv: score.expand(2)))
+    message = refusal(call(score_mod=lambda score, b, h, q, kv: score + torch.ones(2)))
     assert "gives torch.Size([2]), not one number" in message
     blocks = torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 2, dtype=torch.int32)
     message = refusal(call(block_mask=flex.BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=4)))
@@ -192,3 +232,56 @@ FOREIGN = [
 def test_a_text_calls_nothing_but_pointwise_ops_and_indices(text: str) -> None:
     with pytest.raises(ValueError, match=r"is no function of FlexAttention|may not call"):
         lines(text)
+
+
+def one_call(one: Case) -> tuple[GraphModule, list[Tensor]]:
+    """The program of a case, and what it is given."""
+    graph, given = Graph(), list[Tensor]()
+
+    def taken(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        given.append(value)
+        return graph.placeholder(f"x{len(given)}")
+
+    made = graph.call_function(one.op, map_aggregate(one.args, taken))
+    graph.output(tuple(graph.call_function(operator.getitem, (made, at)) for at in range(len(one.run()))))
+    return GraphModule(nn.Module(), graph), given
+
+
+def test_inductor_is_given_the_operators_of_torch_and_else_the_ops(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[str] = []
+
+    def compile_graph(gm: Any, examples: list[Any]) -> Any:
+        """Traces as Inductor does; its kernels for the operators are for GPUs alone."""
+
+        def inner(gm: GraphModule, *_: Any, **__: Any) -> Any:
+            seen.extend(str(node.target) for node in gm.graph.nodes if "flex_attention" in str(node.target))
+            if not seen[-1].startswith("sbpc."):
+                raise RuntimeError("no valid configuration")
+            return make_boxed_func(gm.forward)
+
+        with torch.no_grad():
+            return compile_fx(GmWrapper(gm, lambda values: values), examples, inner_compile=inner)
+
+    monkeypatch.setattr(executors, "inductor_compile", compile_graph)
+    for one in flex_cases.cases():
+        gm, given = one_call(one)
+        with torch.no_grad():
+            found = executors.compiled_now(gm, list(given), True)(list(given))
+        kind = str(one.op).removesuffix(".default")
+        assert seen == [kind.removeprefix("sbpc."), f"{kind}.default"]
+        assert "all held in memory: " in caplog.text and "no valid configuration" in caplog.text
+        for x, y in zip(found, one.run(), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+        seen.clear()
+
+
+def test_the_operators_of_torch_give_what_the_ops_give() -> None:
+    for one in flex_cases.cases():
+        with torch.no_grad():
+            found = OPERATORS[one.op](*one.args)
+        for x, y in zip(found, one.run(), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)

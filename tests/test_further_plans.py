@@ -152,6 +152,45 @@ def test_batches_of_new_shapes_and_modes_are_planned_when_they_come() -> None:
         assert found["errors"][3].startswith("head is another module than before")
 
 
+class Weighed(nn.Module):
+    """A loss, and what may come to it: weights of classes, of rows and of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, labels: Tensor, **more: Tensor) -> Tensor:
+        losses = F.cross_entropy(self.head(x), labels, weight=more.get("classes"), reduction="none")
+        return (losses * more.get("rows", 1.0)).mean() * (more["nothing"].sum() if "nothing" in more else 1.0)
+
+
+def weighed_on_ranks() -> Any:
+    """By what comes to the loss: what four rows on each of two ranks give, and what one device does."""
+    torch.manual_seed(0)
+    model, found = Weighed().double(), {}
+    x, labels, rows = torch.randn(8, 6).double(), torch.arange(8) % 4, torch.rand(8).double()
+    plan = sbpc.plan(model, (x, labels), Mesh(data=2), inputs="data")
+    module: Any = sbpc.parallelize(model, plan, also="auto")
+    cut = slice(0, 4) if torch.distributed.get_rank() == 0 else slice(4, 8)
+    sides = {"classes": torch.rand(4).double(), "nothing": torch.ones(4).double()}
+    for names in ("rows", "classes", "rows classes", "nothing"):
+        given = {name: each for name, each in {**sides, "rows": rows}.items() if name in names}
+        own = {name: each[cut] if name == "rows" else each for name, each in given.items()}
+        if names == "nothing":
+            found[names] = said(lambda own=own: module.step(x[cut], labels[cut], **own))  # type: ignore[misc]
+        else:
+            found[names] = module.step(x[cut], labels[cut], **own).item(), model(x, labels, **given).item()
+    return found
+
+
+def test_a_tensor_as_long_as_the_rows_of_a_rank_is_none_of_its_rows_unless_the_model_says_so() -> None:
+    for found in run_ranks(weighed_on_ranks, 2):
+        assert "no plan says whether each rank gives its own rows of the tensors [2] of" in found.pop("nothing")
+        assert len(found) == 3
+        for one, other in found.values():
+            assert one == pytest.approx(other, rel=1e-12)
+
+
 class Deep(nn.Module):
     """Layers to cut into stages, with dropout."""
 

@@ -143,7 +143,6 @@ def test_the_error_of_gradients_does_not_grow_with_the_ranks_however_they_are_sp
             )
             plan.verify()
             errors.append(error(plan, model, args))
-        print(split, held, reduce, [round(each / one, 3) for each in errors])
         assert max(errors) < 1.05 * errors[0], (reduce, errors)
         assert errors[0] < (1.05 if reduce == "float32" else 1.15) * one, (reduce, errors, one)
 

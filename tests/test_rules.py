@@ -93,6 +93,15 @@ def test_duality_finds_a_missing_input_channel_split(monkeypatch):
     assert [signature.factor for signature in missing(dual)][:1] == ["ci"]
 
 
+def test_matches_of_the_last_calls_alone_are_kept(monkeypatch):
+    monkeypatch.setattr(registry, "MATCHES", {})
+    monkeypatch.setattr(registry, "KEPT", 2)
+    for size in (2, 3, 4, 2):
+        found = registry.match(aten.neg.default, (x(size),), {}, x(size))
+        assert found is not None and set(found.sizes.values()) == {size}
+    assert [key[1][-1][1] for key in registry.MATCHES] == [(4,), (2,)]
+
+
 def replace(monkeypatch, op, text, **more) -> None:
     monkeypatch.setattr(registry, "MATCHES", {})
     monkeypatch.setitem(TABLE, op, TABLE.get(op))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sbpc
@@ -163,6 +164,33 @@ def test_rows_whose_order_something_reads_are_sorted_by_the_whole_batch() -> Non
     assert plan.loop is None and largest_error(plan, model, batch("one idle")) <= 1e-10
     with pytest.raises(LoopError, match="each micro-batch needs the whole batch's value"):
         sbpc.plan(model, batch(), Mesh(pipe=2, a=2), microbatches=2, stages="pipe")
+
+
+class Balanced(Routed):
+    """Experts with losses of a router besides, that tells how many tokens go to each."""
+
+    def forward(self, x: Tensor, favour: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        scores = self.router((x + F.gelu(self.first(x))).flatten(0, 1)) + favour
+        count = F.one_hot(torch.softmax(scores, -1).topk(self.chosen)[1], len(favour)).sum((0, 1))
+        return super().forward(x, favour) + 0.01 * torch.logsumexp(scores, -1).square().mean(), count
+
+
+@pytest.mark.parametrize("sizes", [{"a": 4}, {"a": 2, "b": 2}], ids=str)
+def test_losses_of_routers_and_biases_that_follow_counts_are_those_of_the_whole_batch(sizes: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Balanced(experts=8).double()
+    pin = {"experts*": f"[{', '.join(['S(0)'] * len(sizes))}]"}
+    x, favour = batch(experts=8)
+    plan = sbpc.plan(model, (x, favour), Mesh(**sizes), pin=pin, loss="0")
+    assert any(Ragged(0) in state for state in map(states, plan.graph.graph.nodes))
+    seen = []
+    for _ in range(3):  # as DeepSeek-V3 does: experts to which few tokens go are favoured next
+        assert largest_error(plan, model, (x, favour)) <= 1e-10
+        seen.append(model(x, favour)[1])
+        found = sbpc.simulate(plan, model, (x, favour)).outputs[1]
+        assert torch.equal(found, seen[-1])
+        favour = favour - torch.sign(found - found.double().mean())
+    assert not torch.equal(seen[0], seen[1])
 
 
 def test_micro_batches_balance_experts_over_the_whole_batch() -> None:

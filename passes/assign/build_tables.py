@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from sbpc.mesh.layout_codes import ORDERS, WHOLE, order_bits, pairs, states_of
+from sbpc.mesh.layout_codes import ORDERS, STATES, WHOLE, order_bits, pairs, states_of
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.assign.label_tables import (
     Table,
@@ -17,6 +17,7 @@ from sbpc.passes.assign.label_tables import (
     codes_of,
     cut_masks,
     dispatch_seconds,
+    factor_masks,
     legal_labels,
 )
 from sbpc.passes.assign.two_phase_tables import may_run, two_phase_seconds
@@ -34,15 +35,17 @@ def tabulate(
     """
     factors = [signature.factor for signature in candidates.signatures]
     digits, bits = all_labels(factors, mesh, every)
-    legal = legal_labels(candidates, cut_masks(factors, digits), bits, mesh.sizes)
+    legal = legal_labels(candidates, cut_masks(candidates.signatures, digits), bits, mesh.sizes)
     table = laid_out(candidates, mesh, digits[legal], bits[legal])
     table = table.subset(may_run(table))
-    if table.sharing.any():
-        table = table.subset(np.array([table.choice(at).shares_alone for at in range(len(table))], dtype=bool))
+    if any(signature.ordered for signature in candidates.signatures):
+        table = table.subset(
+            np.array([candidates.legal(table.choice(at), mesh.sizes) for at in range(len(table))], bool)
+        )
     if not free:
         points = float(np.prod(tensors[len(table.ins)][1]))
-        masks = cut_masks(factors, table.digits)
-        rows = cut_masks([signature.ragged for signature in candidates.signatures], table.digits)
+        masks = cut_masks(candidates.signatures, table.digits)
+        rows = factor_masks([(signature.ragged,) for signature in candidates.signatures], table.digits)
         seconds = call_seconds(match, masks, tensors, table.ports, points, mesh, rows)
         seconds = seconds + dispatch_seconds(match, table.sharing, tensors, table.ports, mesh)
         two_phase = table.two_phase
@@ -118,14 +121,14 @@ def only_renames(table: Table, tensors: Tensors) -> bool:
     if itemsize != new_itemsize or sorted(shape) != sorted(new_shape):
         return False
     before, after = (states_of(codes, len(table.mesh.axes)) for codes in (taken, left))
-    renamed = np.arange(16)
+    renamed = np.arange(STATES)
     renamed[before] = after
     cut = np.unique(before[before < WHOLE])
     return (
         bool((renamed[before] == after).all() and (taken >> ORDERS == left >> ORDERS).all())
         and len(np.unique(renamed[cut])) == len(cut)
         and all(renamed[dim] < len(shape) and shape[dim] == new_shape[renamed[dim]] for dim in cut)
-        and bool((renamed[WHOLE:] == np.arange(WHOLE, 16)).all())
+        and bool((renamed[WHOLE:] == np.arange(WHOLE, STATES)).all())
     )
 
 

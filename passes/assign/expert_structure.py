@@ -111,7 +111,7 @@ class Model:
         if len(weights) != 1 or len(others) != 1 or node in self.views:
             return None
         (weight,), (read,) = weights, others
-        cuts = [s for s in node.meta["signatures"] if isinstance(s.inputs[weight], Split) and s.ragged is None]
+        cuts = [s for s in node.meta["signatures"] if isinstance(s.inputs[weight], Split) and not s.ordered]
         column = next((s for s in cuts if s.inputs[read] == B and isinstance(s.outputs[0], Split)), None)
         row = next((s for s in cuts if isinstance(s.inputs[read], Split) and isinstance(s.outputs[0], Partial)), None)
         if column is None or row is None:
@@ -194,7 +194,7 @@ class Follower:
     def taking(self, node: Node, keys: Sequence[Key]) -> Signature | None:
         """Returns the signature that takes the operands in their states, as far as these are known; None if none
         does."""
-        signatures = tuple(s for s in node.meta["signatures"] if s.ragged is None)
+        signatures = tuple(s for s in node.meta["signatures"] if not s.ordered)
         sums = tuple(self.partial.get(key) for key in keys)
         linear = next((s for s in signatures if keys and s.inputs == sums), None)
         if linear is not None and len(keys) > 1:

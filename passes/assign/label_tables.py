@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish
 from sbpc.mesh.routing import stretched
 from sbpc.mesh.states import State
-from sbpc.rules import Match
+from sbpc.rules import Match, Signature
 from sbpc.rules.choices import Candidates, Choice, may_cut
 from sbpc.solver.problem import Array
 
@@ -113,10 +113,16 @@ def codes_of(states: Sequence[State], digits: Array, bits: Array) -> Array:
     return joined(np.array([state_code(state) for state in states])[digits], bits)
 
 
-def cut_masks(factors: Sequence[str | None], digits: Array) -> dict[str, Array]:
-    """Returns, by factor and label, the axes that cut it, as bits. factors: by digit the factor that it cuts."""
+def cut_masks(signatures: Sequence[Signature], digits: Array) -> dict[str, Array]:
+    """Returns, by factor and label, the axes that cut it, as bits. signatures: by digit."""
+    return factor_masks([(signature.factor, signature.own) for signature in signatures], digits)
+
+
+def factor_masks(factors: Sequence[Collection[str | None]], digits: Array) -> dict[str, Array]:
+    """Returns, by factor and label, the axes on which it is one of those that the digit has, as bits. factors: by
+    digit."""
     bit = np.arange(digits.shape[1])
-    cut = {factor: np.array([other == factor for other in factors]) for factor in factors if factor is not None}
+    cut = {f: np.array([f in some for some in factors]) for some in factors for f in some if f is not None}
     return {factor: (which[digits].astype(np.int64) << bit).sum(1) for factor, which in cut.items()}
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from sbpc.boxing.paths import closure
 from sbpc.mesh.layout_codes import elements, order_bits
 from sbpc.passes.assign.label_tables import Table, Tensors, call_seconds, codes_of, cut_masks, legal_labels
+from sbpc.rules import Signature
 from sbpc.rules.choices import of_match
 from sbpc.rules.match import SubOp
 from sbpc.solver.problem import Array
@@ -42,8 +43,8 @@ def may_run(table: Table) -> Array:
     kept, orders = np.array([way is not None for way in ways])[subset.digits].all(1), orders_of(subset)
     for at, part in enumerate(phases.parts):
         if part.match.divides or part.match.nonempty:
-            factors = [None if way is None else way.signatures[at].factor for way in ways]
-            kept &= legal_labels(of_match(part.match), cut_masks(factors, subset.digits), orders, table.mesh.sizes)
+            cut = [Signature((), ()) if way is None else way.signatures[at] for way in ways]
+            kept &= legal_labels(of_match(part.match), cut_masks(cut, subset.digits), orders, table.mesh.sizes)
     legal[two_phase] = kept
     return legal
 
@@ -70,7 +71,7 @@ def sub_ops(table: Table, tensors: Tensors) -> Iterator[CallTable]:
             [codes_of(states, digits, orders) for states in zip(*(s.inputs for s in signatures))],
             codes_of([s.outputs[0] for s in signatures], digits, orders),
             codes_of([way.states[part.number] for way in ways], digits, orders),
-            cut_masks([s.factor for s in signatures], digits),
+            cut_masks(signatures, digits),
         )
 
 

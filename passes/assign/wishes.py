@@ -21,7 +21,7 @@ from sbpc.graph.ports import BUFFER, INPUT, OUTPUT, PARAMETER, TANGENT, placehol
 from sbpc.mesh.layout_codes import decode
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish, both, exactly, layout_of_rows, leaves_with_rows, parse_layout, resolve_pins
-from sbpc.mesh.states import Axes, Split
+from sbpc.mesh.states import Axes, Split, State
 from sbpc.passes.assign.expert_schemes import EXPERTS, expert_wishes
 from sbpc.passes.assign.expert_structure import Model
 from sbpc.plans.options import Layouts, Options
@@ -80,17 +80,26 @@ def expert_alternatives(
     for name in EXPERTS:
         with suppress(PinError, PlanError):
             yield with_recomputed(gm, both(asked, scheme_of(gm, mesh, name, model, whole is not None), mesh))
-    for axes in mesh.runs():
-        with suppress(PinError):
-            if found := sharing(gm, axes):
-                yield both(asked, found, mesh)
+    every = tuple(range(len(mesh.axes)))
+    for axes in (*mesh.runs(), ()):
+        for own in dict.fromkeys([(), tuple(axis for axis in every if axis not in axes)]):
+            with suppress(PinError):
+                if found := sharing(gm, axes, own):
+                    yield both(asked, found, mesh)
 
 
-def sharing(gm: GraphModule, axes: Axes) -> dict[str, Wish]:
-    """Returns the wishes that axes share out rows by their groups wherever these are known: it pays if all do."""
-    calls = ((node, s) for node in gm.graph.nodes for s in node.meta.get("signatures", ()) if s.ragged is not None)
-    reason = "rows shared out by their groups"
-    return {node.name: Wish(tuple((axis, s.outputs[0]) for axis in axes), reason=reason) for node, s in calls}
+def sharing(gm: GraphModule, axes: Axes, own: Axes) -> dict[str, Wish]:
+    """Returns the wishes that axes share out rows by their groups wherever these are known, and that on others each
+    rank has rows of its own: it pays if all do."""
+    found: dict[str, Wish] = {}
+    for node in gm.graph.nodes:
+        wished: dict[int, State] = {}
+        for s in node.meta.get("signatures", ()):
+            among = axes if s.ragged is not None else own if s.own is not None else ()
+            wished |= dict.fromkeys(among, s.outputs[0])
+        if wished:
+            found[node.name] = Wish(tuple(sorted(wished.items())), reason="rows in the order of their groups")
+    return found
 
 
 def scheme_of(gm: GraphModule, mesh: Mesh, name: str, model: Model, copied: bool) -> dict[str, Wish]:

@@ -148,7 +148,7 @@ class CapacityWriter(Writer):
         kept = self.kept[ends]
         if by_place and True not in kept:
             order = next(user for user in sort_of(index).users if value_of(user)[1] == 1)
-            kept[True] = self.call(aten.index.Tensor, kept[False], [self.as_changed(order)])
+            kept[True] = self.call(GATHER, kept[False], *map(self.as_changed, (order, ends)), True, 1)
         lost = self.call(aten.logical_not.default, kept[by_place])
         for _ in range(x.meta["val"].dim() - 1):
             lost = self.call(aten.unsqueeze.default, lost, -1)

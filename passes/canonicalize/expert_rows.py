@@ -3,6 +3,7 @@ ops that know where the groups end, so that ranks may share the rows out by thei
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +13,11 @@ from sbpc.graph.expert_rows import GATHER, SCATTER
 from sbpc.graph.operands import ancestors, operands, value_of
 from sbpc.graph.rewrite import Writer, drop_unused, mode_of
 from sbpc.rules.match import overloads
+from sbpc.rules.own_rows import SORTS, VIEWS, ascends, behind
 from sbpc.rules.registry import match_of
 from sbpc.rules.shared_rows import ALIAS, PRODUCT, Key, Rows, grouped_rows
 
 aten = torch.ops.aten
-SORTS = overloads("sort sort.stable")
 RANGES = overloads("arange arange.start")
 ZEROS = aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default
 
@@ -64,6 +65,10 @@ class RowWriter(Writer):
         """Writes a node, behind all that it reads then."""
         if node in self:
             return
+        if (values := self.in_order(node)) is not None:
+            self.about = node
+            self[node] = self.part(self[values], 0)
+            return
         moved = self.moved(node)
         if moved is None:
             self.keep(node)
@@ -75,34 +80,74 @@ class RowWriter(Writer):
         self.about = node
         self[node] = self.call(moved.op, *(self[each] for each in (*moved.operands, moved.ends)), *moved.more)
 
+    def in_order(self, node: Node) -> Node | None:
+        """Returns the sort of which a call takes the operand in the order of its result."""
+        args: Any = node.args
+        if node.target is not aten.index.Tensor or len(args[1]) != 1:
+            return None
+        sort, at = value_of(args[1][0]) if args[1][0] is not None else (node, 0)
+        if at != 1 or sort.target not in SORTS:
+            return None
+        given: Any = sort.args[0]
+        shapes = {tuple(each.meta["val"].shape) for each in (args[0], given)}
+        same = behind(args[0], VIEWS) is behind(given, VIEWS) and len(shapes) == 1 and args[0].meta["val"].dim() == 1
+        return sort if same else None
+
     def moved(self, node: Node) -> Move | None:
         """Returns what stands for an index of rows into groups or out of them; None for any other call."""
         args: Any = node.args
         more: tuple[Any, ...] = ()
+        order: Any = None
         if node.target is aten.index.Tensor:
             op, given, indices = GATHER, args[0], args[1]
-            placed, numbered = (node, 0), value_of(given)
+        elif node.target is aten.index_select.default and args[1] == 0:
+            op, given, indices = GATHER, args[0], args[2:]
         elif node.target is aten.index_put.default and args[3:] == (True,) and args[0].target in ZEROS:
-            op, given, indices, more = SCATTER, args[2], args[1], (node.meta["val"].shape[0],)
-            placed, numbered = value_of(given), (node, 0)
+            op, given, indices = SCATTER, args[2], args[1]
+        elif node.target is aten.index_add.default and args[1] == 0 and args[0].target in ZEROS and not node.kwargs:
+            op, given, indices = SCATTER, args[3], args[2:3]
         else:
             return None
+        placed, numbered = ((node, 0), value_of(given))[:: 1 if op is GATHER else -1]
+        more = (len(node.meta["val"]),) if op is SCATTER else ()
         known = [self.rows[key] for key in (placed, numbered) if key in self.rows]
-        if len(known) != 1 or known[0].dim != 0 or not takes_rows(node, indices, given):
+        if len(known) != 1 or known[0].dim != 0 or not takes_rows(node, indices, given, op is SCATTER):
             return None
         ends = known[0].ends[0]
+        by_place = placed in self.rows
+        count = {len(each.meta["val"]) for each in (node, given, indices[0])}
+        if not by_place and len(count) == 1 and (order := inverse(indices[0])):
+            op, indices, by_place = (SCATTER, GATHER)[op is SCATTER], [order], True
+            more = (len(node.meta["val"]),) if op is SCATTER else ()
         if isinstance(ends.meta["val"], (tuple, list)) or node in ancestors([ends]):
             return None
-        return Move(op, (given, indices[0]), ends, (*more, placed in self.rows, copies(indices[0])))
+        return Move(op, (given, indices[0]), ends, (*more, by_place, copies(indices[0])))
 
 
-def takes_rows(node: Node, indices: Any, values: Node) -> bool:
+def inverse(index: Node) -> Node | None:
+    """Returns the order in which something is sorted, of which an index is the inverse; None if it is none: rows that
+    it takes are those that the order puts there."""
+    args: Any = index.args
+    order: Any = None
+    if index.target is aten.index_put.default and len(args) == 3 and len(args[1]) == 1:
+        base, order, numbers = args[0], args[1][0], args[2]
+        if numbers.target is not aten.arange.default or not len(base.meta["val"]) == numbers.args[0] == len(
+            order.meta["val"]
+        ):
+            return None
+    elif index.target is operator.getitem and args[1] == 1 and ascends(args[0]):
+        order = args[0].args[0]
+    sort, at = value_of(order) if isinstance(order, Node) else (index, 0)
+    return order if at == 1 and sort.target in SORTS and sort.meta["val"][0].dim() == 1 else None
+
+
+def takes_rows(node: Node, indices: Any, values: Node, adds: bool) -> bool:
     """Returns whether one index of numbers of one dim takes or adds whole rows, of the type of the result."""
     index = indices[0].meta["val"] if len(indices) == 1 and indices[0] is not None else None
     if index is None or index.dim() != 1 or index.dtype != torch.int64:
         return False
     made, given = node.meta["val"], values.meta["val"]
-    same = node.target is not aten.index_put.default or tuple(given.shape) == (len(index), *made.shape[1:])
+    same = not adds or tuple(given.shape) == (len(index), *made.shape[1:])
     return same and given.dim() > 0 and given.dtype == made.dtype
 
 

@@ -24,7 +24,7 @@ from sbpc._compat import (
     storage_of,
 )
 from sbpc.errors import CaptureError
-from sbpc.graph import ports
+from sbpc.graph import ports, product_shapes  # noqa: F401 - the latter tells shapes of products
 from sbpc.graph.guards import GUARDS, LOSS, Planned
 from sbpc.graph.loss import named_loss
 from sbpc.graph.ports import Port, Ports

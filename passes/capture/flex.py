@@ -83,6 +83,9 @@ def call(
     if query.shape[0] != key.shape[0]:
         key, value = (part.expand(query.shape[0], *part.shape[1:]) for part in (key, value))
     score_text, scores = written(score_mod, query, True, score_buffers)
+    if score_text and flex.SCORE not in flex.reads(score_text):
+        what = "a score_mod of flex_attention does not read the score"
+        raise user_error(what, user_stack(), "Have it change the score that it is given.")
     mask_text, masks = ("", []) if is_none(mask_mod) else written(mask_mod, query, False, mask_buffers)
     read = flex.reads(score_text) | flex.reads(mask_text)
     sizes = zip(flex.PLACES, (*query.shape[:3], key.shape[2]))

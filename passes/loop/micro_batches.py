@@ -204,7 +204,7 @@ class Unroller(Writer):
             return self.named(self.on_own_rows(node, args, kwargs), node, at)
         local = local_sizes(match.sizes.items(), choice, sizes, (at,))
         starts = {factor: self.first(match.sizes[factor], at) for factor in choice.cuts() if factor in match.shifts}
-        if match.op in PRODUCTS:
+        if match.op in PRODUCTS or not choice.cuts():  # what is whole stays what it is: rows of experts do
             made = Shard(match, self.call, args, kwargs, local, {}).plain()
         else:
             made = match.localize(self.call, args, kwargs, local, starts)

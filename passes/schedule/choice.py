@@ -3,10 +3,10 @@
 A plan that is busy for C seconds of computing and M_l on link l takes T >= max(C, M_1, ...). While a link is busy,
 kernels lose a part t of the device to it, whatever they do then: T >= C + t M_l. So for weights w that sum to 1,
 T >= w_0 (C + t sum v_l M_l) + sum w_l M_l with any v that sum to 1, and the least of that over all plans is a layout
-problem with scaled costs, whose certified bound is a bound of T. Plans are looked for at equal weights and halfway to those at which the plans so far
-cost most; bounds, which cost more time, at weights of computing alone, where every call is at its least, and once
-at the weights of `bounding` at which all plans cost most, if those leave much. Collectives that go in one message share a
-latency, so in these problems there is none.
+problem with scaled costs, whose certified bound is a bound of T. Plans are looked for at equal weights and halfway to
+those at which the plans so far cost most; bounds, which cost more time, at weights of computing alone, where every
+call is at its least, and once at the weights of `bounding` at which all plans cost most, if those leave much.
+Collectives that go in one message share a latency, so in these problems there is none.
 
 Weights know no time: at the ends of a step there is nothing beside which a collective could run. So the best plan is
 played, and plans are looked for again where a boxing that the step does not wait for counts little.
@@ -329,4 +329,4 @@ def weighted(mesh: Mesh, weights: Weights) -> Mesh:
         inter_latency=0.0,
         inter_bandwidth=cluster.inter_bandwidth / link["inter"] if link["inter"] else math.inf,
     )
-    return mesh.like(scaled)
+    return Mesh(cluster=scaled, **dict(zip(mesh.axes, mesh.sizes)))

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 Exchange = tuple[list[dist.Work], Callable[[], Any]]
-LARGE = 1 << 16  # bytes of a block from which a direct all-to-all between nodes is faster than gloo's
 COMBINE = (
     (dist.ReduceOp.SUM, torch.add),
     (dist.ReduceOp.MAX, torch.maximum),
@@ -29,12 +28,10 @@ COMBINE = (
 
 
 class DirectGroup(dist.ProcessGroup):
-    """A gloo group that does reduce-scatters by direct exchange, and all-to-alls where that is faster; all else gloo
-    does.
+    """A gloo group that does reduce-scatters by direct exchange, and all-to-alls between nodes; all else gloo does.
 
-    messages: a group of the same ranks that does nothing else. across: whether they are on several nodes. Which
-    way a collective goes depends on that and on the sizes of the blocks, which are the same on all ranks of the group.
-    started: a list to which the work of every collective is added, where one is given.
+    messages: a group of the same ranks that does nothing else. across: whether they are on several nodes, which says
+    which way an all-to-all goes. started: a list to which the work of every collective is added, where one is given.
     """
 
     started: list[dist.Work] | None = None
@@ -56,12 +53,12 @@ class DirectGroup(dist.ProcessGroup):
     def alltoall_base(  # type: ignore[override]  # torch passes the arguments by place
         self, output: Tensor, x: Tensor, received: list[int], sent: list[int], options: Any
     ) -> dist.Work:
-        """Starts an all-to-all of pieces of these sizes. Where one differs from the others, ranks may know other
-        sizes."""
-        large = x.nbytes >= LARGE * self.size() and len({*received, *sent}) == 1
-        if not (self.across and large and x.device.type == "cpu"):
+        """Starts an all-to-all of pieces of these sizes. Which way it goes does not depend on them: they may be what
+        data says, as of rows of experts, and then a rank knows none of the pieces that others send each other."""
+        if not self.across or x.device.type != "cpu":
             return self.noted(self.gloo.alltoall_base(output, x, received, sent, options))
-        blocks, own = (whole.chunk(self.size()) for whole in (output, x.contiguous()))
+        whole, even = x.contiguous(), len(x) // self.size()
+        blocks, own = output.split(received or even), whole.split(sent or even)
         return self.noted(
             DirectWork([(self.exchange(blocks, own), lambda: blocks[self.rank()].copy_(own[self.rank()]))])
         )
@@ -89,15 +86,15 @@ class DirectGroup(dist.ProcessGroup):
         return messages, finish
 
     def exchange(self, into: Sequence[Tensor], out_of: Sequence[Tensor]) -> list[dist.Work]:
-        """Starts to receive a block from every other rank, then to send one to each; no two ranks begin with the
-        same one.
+        """Starts to receive a block from every other rank, then to send one to each, unless it is empty; no two ranks
+        begin with the same one.
 
         A rank that is ready to receive is sent the data at once. Were the order the other way round, its request
         would wait behind the data that it sends itself.
         """
         tag, others = next(self.tags), [(self.rank() + step) % self.size() for step in range(1, self.size())]
-        receives = [self.messages.recv([into[rank]], rank, tag) for rank in reversed(others)]
-        return receives + [self.messages.send([out_of[rank]], rank, tag) for rank in others]
+        receives = [self.messages.recv([into[rank]], rank, tag) for rank in reversed(others) if into[rank].numel()]
+        return receives + [self.messages.send([out_of[rank]], rank, tag) for rank in others if out_of[rank].numel()]
 
     # The rest is gloo's. torch would hold Python's lock while it calls methods that are not here, and a thread of gloo
     # that frees a tensor needs that lock while it holds the one that torch then waits for.

@@ -31,7 +31,7 @@ def routed(gm: GraphModule, mesh: Mesh, asked: Options, stages: Stages) -> tuple
         with stages.timed("capacity"):
             gm = annotate(within_capacity(gm, asked.capacity))
         stages.passed("capacity", gm)
-    return gm, mesh.like(mesh.cluster, options.routed), options
+    return gm, mesh.routed(options.routed), options
 
 
 def most_of_experts(gm: GraphModule, mesh: Mesh, capacity: float) -> float:

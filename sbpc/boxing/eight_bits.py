@@ -2,10 +2,10 @@
 
 As ZeRO++ (Wang et al. 2023) sends gradients: an all-to-all of packed pieces, which are added up in float32, each
 rounded once, and if they are to be whole a gather of packed sums. Adam divides gradients by their size, so that small
-ones count as much as large ones: on a grid of even steps, which leaves noise of them or nothing, a small GPT lost 1 %.
-So the numbers of int8 are those whose squares, signed, are the numbers times the scale: what is 1/1000 of the largest
-one of a row is right to a quarter of itself, and what is above a 64000th is not 0. What is left of a number is within a
-127th of the largest one; of float8 within a sixteenth of itself, or of a 1024th of a scale.
+ones count as much as large ones: a grid of even steps, which leaves noise of them or nothing, put updates of a small
+GPT off by 3 to 6 %, this one by 1 to 2 %. So an int8 n stands for n * |n| times the scale: what is 1/1000 of the
+largest number of a row is right to a quarter of itself, and what is above a 64000th is not 0. What is left of a number
+is within a 127th of the largest one; of float8 within a sixteenth of itself, or of a 1024th of a scale.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class Site:
         """How partial results are put together."""
         state = self.step.before.states[self.step.axes[0]]
         assert isinstance(state, Partial)
-        return state.op
+        return state.by
 
 
 def all_gather(x: Local, site: Site) -> Local:

@@ -18,9 +18,9 @@ from sbpc.boxing.steps import Kind, Step, all_layouts, all_steps, kernel_seconds
 from sbpc.errors import LayoutError
 from sbpc.mesh.collectives import PACKED, block_bytes
 from sbpc.mesh.layout import Layout, cut
-from sbpc.mesh.layout_codes import NAMES, RAGGED, SUM, WHOLE, Array, decode, encode, joined, states_of
+from sbpc.mesh.layout_codes import LOCAL, NAMES, SUM, WHOLE, Array, decode, encode, joined, states_of
 from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.states import Numbers, Partial, Ragged, Shape
+from sbpc.mesh.states import Local, Numbers, Partial, Ragged, Shape
 
 CLOSE = 1e-12  # two sums of the same costs in another order differ by less than this fraction
 
@@ -37,8 +37,8 @@ def path(
     >>> path(rows, columns, (4, 4), 4, Mesh(x=2))[0].collective
     'all_to_all'
 
-    Raises LayoutError if a layout does not fit the tensor or the mesh, or if no path exists: nothing leads to P(max)
-    and P(min), which come out of ops only.
+    Raises LayoutError if a layout does not fit the tensor or the mesh, or if no path exists: nothing leads to P(max),
+    P(min) and P(own), which come out of ops only.
     """
     prices, start, goal = _ends(before, after, shape, itemsize, mesh, sums)
     graph, cost = prices.graph, prices.row(start)
@@ -73,10 +73,10 @@ def closure(codes: Array, shape: Numbers, itemsize: int, mesh: Mesh, sums: str |
     is none. sums: see `STEPS`."""
     count = len(mesh.axes)
     states = states_of(codes, count)
-    if ((states < RAGGED) & (states >= len(shape))).any():
+    if ((states < LOCAL) & (states >= len(shape))).any():
         raise LayoutError(f"a layout that splits dim {len(shape)} or above of {tuple(shape)}\n  Split one of its dims.")
     matrix = np.full((len(codes), len(codes)), np.inf)
-    shared = ((states >= RAGGED) & (states < WHOLE)).any(1)  # which no boxing changes
+    shared = ((states >= LOCAL) & (states < WHOLE)).any(1)  # which no boxing changes
     matrix[shared, shared] = 0.0
     kinds = np.where(states > SUM, states, 0)
     for kind in np.unique(kinds, axis=0):
@@ -99,7 +99,7 @@ def alike(shape: Numbers, mesh: Mesh) -> Shape:
 
 
 def _extremes(layout: Layout) -> tuple[str | None, ...]:
-    """By axis "max" or "min", where the layout has such a state: only this very axis may have it on the way."""
+    """By axis "max", "min" or "own", where the layout has such a state: only this very axis may have it on the way."""
     return tuple(state.op if isinstance(state, Partial) and state.op != "sum" else None for state in layout.states)
 
 
@@ -107,7 +107,7 @@ def _check(layout: Layout, shape: Shape, mesh: Mesh) -> None:
     if layout.axes != mesh.axes:
         over = ", ".join(layout.axes)
         raise LayoutError(f"layout {layout} over {over} on {mesh}\n  Give a layout over the axes of the mesh.")
-    if any(isinstance(state, Ragged) for state in layout.states):
+    if any(isinstance(state, (Local, Ragged)) for state in layout.states):
         raise LayoutError(f"no boxing leads from or to {layout}\n  Only ops that take rows to experts and back do.")
     if layout.cuts and max(layout.cuts) >= len(shape):
         raise LayoutError(f"layout {layout} of a tensor with {len(shape)} dims\n  Split one of its dims.")

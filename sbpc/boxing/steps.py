@@ -21,8 +21,8 @@ from sbpc.mesh.collectives import CARRIERS, EIGHT_BITS, WIRE, WORKS, block_bytes
 from sbpc.mesh.layout import Layout, cut
 from sbpc.mesh.layout_codes import (
     EXTREMES,
+    LOCAL,
     ORDERS,
-    RAGGED,
     SUM,
     WHOLE,
     Array,
@@ -36,7 +36,7 @@ from sbpc.mesh.layout_codes import (
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import Axes, Broadcast, Numbers
 
-KIND = "S" * WHOLE + "BPPP"  # by code of a state
+KIND = "S" * WHOLE + "B" + "P" * len(EXTREMES)  # by code of a state
 COLLECTIVE = {
     "SB": "all_gather",
     "PS": "reduce_scatter",
@@ -197,9 +197,9 @@ def kernel_seconds(collective: str, ranks: Any, count: Any, mesh: Mesh, rates: S
 def all_layouts(rank: int, extremes: Sequence[str | None]) -> tuple[Array, Array]:
     """Of every layout of a tensor with `rank` dims the states [layouts, axes] and the bits of the order of its cuts.
 
-    extremes: by axis "max" or "min" where it may hold such partial results too.
+    extremes: by axis "max", "min" or "own" where it may hold such partial results too.
     """
-    choices = [(*range(min(rank, RAGGED)), WHOLE, SUM, *((EXTREMES[op],) if op else ())) for op in extremes]
+    choices = [(*range(min(rank, LOCAL)), WHOLE, SUM, *((EXTREMES[op],) if op else ())) for op in extremes]
     rows = np.array(list(itertools.product(*choices)))
     cut = np.where(rows < WHOLE, rows, -1).tolist()
     bits = [orders(tuple(row)) for row in cut]
@@ -221,7 +221,7 @@ def all_steps(rank: int, states: Array, bits: Array, sums: str | None = None) ->
     for length, first in ((n, at) for n in range(1, count + 1) for at in range(count - n + 1)):
         axes, before = tuple(range(first, first + length)), states[:, first]
         free = may_leave(states, bits, axes)
-        for target in (*range(min(rank, RAGGED)), WHOLE, SUM):
+        for target in (*range(min(rank, LOCAL)), WHOLE, SUM):
             possible = free & (before != target)
             if target == SUM:
                 possible &= (before < SUM) & (length == 1)

@@ -88,6 +88,11 @@ def within_capacity(ids: Tensor, experts: int, most: int) -> tuple[Tensor, Tenso
     return found, kept
 
 
+def as_given(ids: Tensor, experts: int, most: int) -> tuple[Tensor, Tensor]:
+    """Tensors like those that `within_capacity` gives."""
+    return torch.empty_like(ids), torch.empty_like(ids, dtype=torch.bool)
+
+
 def rows_by_rank(ends: Tensor, groups: Sequence[int], size: int) -> list[int]:
     """How many of so many rows each rank has. ends, groups: see `rows_within`."""
     last = torch.nn.functional.pad(ends, (1, 0))[torch.tensor(groups[:-1], device=ends.device)].tolist()
@@ -195,12 +200,7 @@ for function in (gather_rows, scatter_rows):
     torch.library.register_fake(f"sbpc::{function.__name__}", function, lib=LIBRARY)
 
 
-@torch.library.register_fake("sbpc::within_capacity", lib=LIBRARY)
-def as_given(ids: Tensor, experts: int, most: int) -> tuple[Tensor, Tensor]:
-    """Tensors like those that `within_capacity` gives."""
-    return torch.empty_like(ids), torch.empty_like(ids, dtype=torch.bool)
-
-
+torch.library.register_fake("sbpc::within_capacity", as_given, lib=LIBRARY)
 GATHER, SCATTER = torch.ops.sbpc.gather_rows.default, torch.ops.sbpc.scatter_rows.default
 COUNT, COUNTS = torch.ops.sbpc.row_count.default, torch.ops.sbpc.row_counts.default
 PLACES = torch.ops.sbpc.rows_by_place.default

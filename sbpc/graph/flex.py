@@ -14,13 +14,13 @@ from __future__ import annotations
 import ast
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sbpc._compat import OpOverload
+from sbpc._compat import OpOverload, differentiating
 from sbpc.graph.random_bits import LIBRARY
 
 aten = torch.ops.aten
@@ -88,9 +88,9 @@ def lines(text: str) -> tuple[Line, ...]:
                     raise ValueError(ast.unparse(each))
     except (SyntaxError, AttributeError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{text!r} is no function of FlexAttention") from error
-    for each in found:
-        if not isinstance(each.op, OpOverload) or not may_stand(each.op):
-            raise ValueError(f"{text!r} may not call {each.op}")
+    for _, op, *_ in found:
+        if not isinstance(op, OpOverload) or not may_stand(op):
+            raise ValueError(f"{text!r} may not call {op}")
     return tuple(found)
 
 
@@ -121,8 +121,13 @@ def _names(value: Any) -> list[ast.Name]:
     return [value] if isinstance(value, ast.Name) else []
 
 
-def compute(text: str, given: Mapping[str, Tensor]) -> Tensor:
-    """The last value of a text."""
+def called(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a call gives."""
+    return op(*args, **kwargs)
+
+
+def compute(text: str, given: Mapping[str, Any], call: Callable[..., Any] = called) -> Any:
+    """The last value of a text, each call of which is made by `call`."""
     known = dict(given)
 
     def filled(value: Any) -> Any:
@@ -131,22 +136,49 @@ def compute(text: str, given: Mapping[str, Tensor]) -> Tensor:
         return known[value.id] if isinstance(value, ast.Name) else value
 
     for name, op, args, kwargs in lines(text):
-        known[name] = op(*map(filled, args), **{key: filled(value) for key, value in kwargs.items()})
+        known[name] = call(op, *map(filled, args), **{key: filled(value) for key, value in kwargs.items()})
     return known[name]
 
 
+class Spread(NamedTuple):
+    """A value for all batches, heads, queries and keys: its first four dims, of size 1 where it is the same for all."""
+
+    x: Tensor
+
+
+def spread(op: Any, *args: Any, **kwargs: Any) -> Spread:
+    """What a call gives everywhere. What is captured, a tensor of its own dims, is the same everywhere."""
+    rank = max(
+        each.x.dim() - 4 if isinstance(each, Spread) else each.dim() if isinstance(each, Tensor) else 0 for each in args
+    )
+
+    def dims(value: Any, rank: int = rank) -> Any:
+        x = value.x if isinstance(value, Spread) else value
+        if not isinstance(x, Tensor):
+            return x
+        first, own = (x.shape[:4], x.shape[4:]) if isinstance(value, Spread) else ((1, 1, 1, 1), x.shape)
+        return x.reshape(*first, *[1] * (rank - len(own)), *own)
+
+    if op is aten.index.Tensor:
+        x, at = args[0], [dims(each, 0) for each in args[1]]
+        if isinstance(x, Tensor):
+            return Spread(op(x, at))
+        own = [torch.arange(n, device=x.x.device).view(-1, *[1] * (3 - dim)) for dim, n in enumerate(x.x.shape[:4])]
+        return Spread(op(x.x, [*own, *at]))
+    if op is aten.select.int:
+        x, dim, at = args
+        return Spread(op(x.x, dim + 4 if dim >= 0 else dim, at))
+    return Spread(op(*map(dims, args), **kwargs))
+
+
 def everywhere(text: str, places: Sequence[Tensor], captured: Sequence[Tensor], score: Tensor | None = None) -> Tensor:
-    """The values of a text for all batches, heads, queries and keys, and their scores [b, h, q, kv]."""
-    names = [*([SCORE] if score is not None else []), *PLACES, *(f"x{at}" for at in range(len(captured)))]
-
-    def at_one(*given: Tensor) -> Tensor:
-        return compute(text, dict(zip(names, given)))
-
-    function = at_one
-    for place in reversed(PLACES):
-        over = [0 if name in (SCORE, place) else None for name in names]
-        function = torch.vmap(function, tuple(over))
-    return function(*([score] if score is not None else []), *places, *captured)
+    """The values of a text for all batches, heads, queries and keys, and their scores [b, h, q, kv]; of size 1 along
+    what it does not depend on."""
+    given: dict[str, Any] = {f"x{at}": x for at, x in enumerate(captured)}
+    for dim, (name, at) in enumerate(zip(PLACES, places)):
+        given[name] = Spread(at.view(*[1] * dim, -1, *[1] * (3 - dim)))
+    found: Tensor = compute(text, given if score is None else {**given, SCORE: Spread(score)}, spread).x
+    return found
 
 
 class Attention(NamedTuple):
@@ -178,7 +210,7 @@ def dense(
     raw = query.to(precise) @ keys.mT * scale
     places = [torch.arange(size, device=raw.device) if at is None else at for size, at in zip(raw.shape, given)]
     raw = raw.detach().requires_grad_(torch.is_grad_enabled())
-    changed = everywhere(score_mod, places, scores, raw).to(precise) if score_mod else raw
+    changed = everywhere(score_mod, places, scores, raw).to(precise).expand_as(raw) if score_mod else raw
     hidden = everywhere(mask_mod, places, masks).logical_not() if mask_mod else None
     return Attention(keys, values, raw, changed, hidden)
 
@@ -213,7 +245,7 @@ def flex_attention_backward(
     """The gradients of query, key and value, and of those of `scores` that are wanted."""
     *mods, wanted = rest
     leaves = [x.detach().requires_grad_(want) for x, want in zip(scores, wanted)]
-    with torch.enable_grad():
+    with differentiating():
         keys, values, raw, changed, hidden = dense(query, key, value, (b, h, q, kv), leaves, *mods)
     share = (changed.detach() - lse.unsqueeze(-1)).exp()
     empty = lse.isneginf().unsqueeze(-1)
@@ -222,10 +254,8 @@ def flex_attention_backward(
     rows = (gradient * out.to(raw.dtype)).sum(-1) - (0 if grad_lse is None else grad_lse)
     of_changed = share * (gradient @ values.mT - rows.unsqueeze(-1))
     ends = [raw, *(leaf for leaf in leaves if leaf.requires_grad)]
-    found = [torch.zeros_like(end) for end in ends]
-    if changed.requires_grad:  # else it depends on none of them
-        found = list(torch.autograd.grad(changed, ends, of_changed, materialize_grads=True))
-    of_raw, *captured = found
+    with differentiating():
+        of_raw, *captured = torch.autograd.grad(changed, ends, of_changed, materialize_grads=True)
     of_raw = of_raw * mods[-1]
     made = [of_raw @ keys, of_raw.mT @ query.to(raw.dtype), share.mT @ gradient]
     made[1:] = [each.unflatten(1, (key.shape[1], -1)).sum(2) for each in made[1:]]

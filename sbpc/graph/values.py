@@ -36,7 +36,8 @@ PLAIN = (
 
 
 class Masks(abc.ABC):
-    """The BlockMask of FlexAttention, known by its name: to import it takes seconds. It runs somebody's function."""
+    """The BlockMask of FlexAttention, known by its name: to import it takes seconds. It runs somebody's function,
+    from which its blocks follow."""
 
     @classmethod
     def __subclasshook__(cls, kind: type) -> bool:
@@ -157,7 +158,8 @@ def table_of(container: Any) -> Any:
     if isinstance(container, partial):
         return {"func": container.func, "args": container.args, "keywords": container.keywords}
     if isinstance(container, Masks):
-        return {"mask_mod": getattr(container, "mask_mod")}  # noqa: B009
+        mask: Any = getattr(container, "mask_mod")  # noqa: B009
+        return {"mask_mod": getattr(mask, "fn", mask)}
     return vars(container) if isinstance(container, RECORDS) else container
 
 

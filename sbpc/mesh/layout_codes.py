@@ -1,7 +1,8 @@
 """Layouts as integers, so that arrays of them can be made, compared and counted without an object for each.
 
-Four bits per mesh axis say its state: the dim of a split, R(0) or R(1), or one of B, P, P(max), P(min). Above them
-stands one bit per pair of axes, set where both cut the same dim and the later axis of the mesh cuts first.
+Five bits per mesh axis say its state: the dim of a split, one of L(0), L(1), R(0), R(1), or one of B, P, P(max),
+P(min), P(own). Above them stands one bit per pair of axes, set where both cut the same dim and the later axis of the
+mesh cuts first.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import numpy as np
 from sbpc.errors import LayoutError
 from sbpc.mesh.layout import Layout, cut
 from sbpc.mesh.routing import ANY, stretched
-from sbpc.mesh.states import Axes, B, Broadcast, Numbers, Partial, Ragged, Split, State
+from sbpc.mesh.states import Axes, B, Broadcast, Local, Numbers, Partial, Ragged, Split, State
 
 Array = np.ndarray
-RAGGED, WHOLE, SUM = 10, 12, 13  # those below RAGGED are splits
-EXTREMES = {"sum": SUM, "max": 14, "min": 15}
+LOCAL, RAGGED, WHOLE, SUM = 10, 12, 14, 15  # those below LOCAL are splits; those below RAGGED cut a dim, too
+EXTREMES = {"sum": SUM, "max": 16, "min": 17, "own": 18}
+BITS, STATES = 5, 32
 NAMES = {code: op for op, code in EXTREMES.items()}
-ORDERS = 16  # where the bits of the pairs begin
+ORDERS = 4 * BITS  # where the bits of the pairs begin
 
 
 @functools.cache
@@ -30,10 +32,12 @@ def pairs(axes: int) -> tuple[tuple[int, int], ...]:
 
 
 def state_code(state: State) -> int:
-    """The four bits of a state. Raises LayoutError for a split of a dim above 9."""
+    """The bits of a state. Raises LayoutError for a split of a dim above 9."""
+    if isinstance(state, Local):
+        return LOCAL + state.dim
     if isinstance(state, Split):
-        if state.dim >= RAGGED:
-            raise LayoutError(f"a split of dim {state.dim}\n  Split one of the first {RAGGED} dims.")
+        if state.dim >= LOCAL:
+            raise LayoutError(f"a split of dim {state.dim}\n  Split one of the first {LOCAL} dims.")
         return state.dim
     if isinstance(state, Ragged):
         return RAGGED + state.dim
@@ -42,7 +46,7 @@ def state_code(state: State) -> int:
 
 def joined(states: Array, order: Array) -> Array:
     """Codes of layouts: states [layouts, axes], order [layouts] bits of pairs, of which those that matter are kept."""
-    codes = (states << np.arange(0, 4 * states.shape[1], 4)).sum(1)
+    codes = (states << np.arange(0, BITS * states.shape[1], BITS)).sum(1)
     for bit, (a, b) in enumerate(pairs(states.shape[1])):
         same = (states[:, a] == states[:, b]) & (states[:, a] < RAGGED)
         codes |= np.where(same, order & (1 << bit), 0) << ORDERS
@@ -51,7 +55,7 @@ def joined(states: Array, order: Array) -> Array:
 
 def states_of(codes: Array, axes: int) -> Array:
     """The state of every axis, [layouts, axes]."""
-    return (codes[:, None] >> np.arange(0, 4 * axes, 4)) & 15
+    return (codes[:, None] >> np.arange(0, BITS * axes, BITS)) & (STATES - 1)
 
 
 def order_bits(order: Numbers, axes: int) -> int:
@@ -86,7 +90,7 @@ def decode(code: int, axes: tuple[str, ...]) -> Layout:
     True
     """
     count = len(axes)
-    numbers = [code >> 4 * axis & 15 for axis in range(count)]
+    numbers = [code >> BITS * axis & (STATES - 1) for axis in range(count)]
     order: list[int] = []
     for dim in sorted({n for n in numbers if n < RAGGED}):
         order += sorted_axes([axis for axis in range(count) if numbers[axis] == dim], code >> ORDERS, count)
@@ -94,9 +98,11 @@ def decode(code: int, axes: tuple[str, ...]) -> Layout:
 
 
 def state_of(number: int) -> State:
-    """The state of four bits."""
+    """The state of these bits."""
+    if number < RAGGED:
+        return Split(number) if number < LOCAL else Local(number - LOCAL)
     if number < WHOLE:
-        return Split(number) if number < RAGGED else Ragged(number - RAGGED)
+        return Ragged(number - RAGGED)
     return B if number == WHOLE else Partial(NAMES[number])
 
 
@@ -104,7 +110,7 @@ def elements(codes: Array, shape: Numbers, sizes: Numbers, times: float = ANY) -
     """The elements that the rank at coordinates 0 holds of a tensor of `shape` in each layout. times: the mean, where
     rows are shared out by their groups."""
     states, axes, known = states_of(codes, len(sizes)).T, range(len(sizes)), np.array(sizes)[:, None]
-    found = np.ones(len(codes))
+    states, found = np.where((states >= LOCAL) & (states < RAGGED), states - LOCAL, states), np.ones(len(codes))
     for dim, size in enumerate(shape):
         rows = np.where((states == RAGGED + dim) & (times != ANY) & (dim < WHOLE - RAGGED), known, 1)
         ranks = np.where(states == dim, known, 1) * rows

@@ -55,11 +55,16 @@ class Mesh:
         self.cluster = cluster if isinstance(cluster, Cluster) else named_cluster(cluster)
         self.routing = Routing()
 
-    def like(self, cluster: Cluster, routing: Routing | None = None, **axes: int) -> Mesh:
-        """Returns a mesh of these axes, or of the same, with another cluster or routing: how uneven the shares of
-        experts' rows are, which is no part of what a mesh equals."""
+    def like(self, cluster: Cluster, **axes: int) -> Mesh:
+        """Returns a mesh with another cluster, of these axes or of the same ones."""
         made = Mesh(cluster=cluster, **(axes or dict(zip(self.axes, self.sizes))))
-        made.routing = self.routing if routing is None else routing
+        made.routing = self.routing
+        return made
+
+    def routed(self, routing: Routing) -> Mesh:
+        """Returns the same mesh where shares of experts' rows are so uneven, which is no part of what it equals."""
+        made = self.like(self.cluster)
+        made.routing = routing
         return made
 
     @property

@@ -1,4 +1,4 @@
-"""Split, Broadcast, Partial and Ragged: what one tensor is over one mesh axis, defined by `shards` and `whole`.
+"""Split, Broadcast, Partial, Ragged and Local: what one tensor is over one mesh axis, defined by `shards` and `whole`.
 
 The states are OneFlow's (Yuan et al. 2021, "OneFlow: Redesign the Distributed Deep Learning Framework from Scratch").
 Everything else in this project is measured against the two functions of this file.
@@ -41,6 +41,22 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Local(Split):
+    """`L(dim)`: places on dim `dim`, as rows sorted by expert, come from places of something split, and rank r holds
+    those that come from its chunk of that, in their order: what it gets where it sorts its chunk alone. Where places
+    come from is data.
+
+    >>> [part.tolist() for part in shards(torch.tensor([7, 8, 9, 6]), L(0), 2, source=torch.tensor([3, 0, 1, 2]))]
+    [[8, 9], [7, 6]]
+    """
+
+    def __str__(self) -> str:
+        return f"L({self.dim})"
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True)
 class Broadcast:
     """`B`: every rank holds the whole tensor."""
 
@@ -53,13 +69,18 @@ class Broadcast:
 @dataclass(frozen=True)
 class Partial:
     """`P`: the tensor is the elementwise `op` ("sum", "max" or "min") of what the ranks hold, each as large as the
-    tensor.
+    tensor. `P(own)` is a sum of which each rank holds what its own rows give, as counts of them.
 
     >>> whole([torch.tensor([1, 2]), torch.tensor([10, 20])], P).tolist()
     [11, 22]
     """
 
     op: str = "sum"
+
+    @property
+    def by(self) -> str:
+        """The reduction that puts the summands together."""
+        return "sum" if self.op == "own" else self.op
 
     def __str__(self) -> str:
         return "P" if self.op == "sum" else f"P({self.op})"
@@ -84,10 +105,12 @@ class Ragged:
     __repr__ = __str__
 
 
-State = Split | Broadcast | Partial | Ragged
+State = Split | Local | Broadcast | Partial | Ragged
 S = Split
+L = Local
 B = Broadcast()
 P = Partial()
+OWN = Partial("own")
 REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
@@ -104,9 +127,11 @@ def parse_state(text: str) -> State:
         return B
     if match := re.fullmatch(r"S\((\d+)\)", text):
         return Split(int(match[1]))
+    if match := re.fullmatch(r"L\(([01])\)", text):
+        return Local(int(match[1]))
     if match := re.fullmatch(r"R\(([01])\)", text):
         return Ragged(int(match[1]))
-    if match := re.fullmatch(r"P(?:\((sum|max|min)\))?", text):
+    if match := re.fullmatch(r"P(?:\((sum|max|min|own)\))?", text):
         return Partial(match[1] or "sum")
     raise LayoutError(f"{text!r} is not a state\n  A state is S(dim), B, P, P(max) or P(min).")
 
@@ -128,10 +153,23 @@ def row_cuts(size: int, ranks: int, ends: Tensor) -> list[int]:
     return [end - start for start, end in itertools.pairwise([0, *bounds, size])]
 
 
+def own_places(source: Tensor, ranks: int) -> list[Tensor]:
+    """Which places each rank holds that come from these."""
+    ends = torch.tensor([*itertools.accumulate(chunk_sizes(len(source), ranks))])
+    rank_of = torch.bucketize(source, ends, right=True)
+    return [torch.nonzero(rank_of == rank).flatten() for rank in range(ranks)]
+
+
 def shards(
-    tensor: Tensor, state: State, ranks: int, generator: torch.Generator | None = None, ends: Tensor | None = None
+    tensor: Tensor,
+    state: State,
+    ranks: int,
+    generator: torch.Generator | None = None,
+    ends: Tensor | None = None,
+    source: Tensor | None = None,
 ) -> list[Tensor]:
-    """What each of `ranks` ranks holds of `tensor` in `state`. ends: of the groups of a Ragged dim.
+    """What each of `ranks` ranks holds of `tensor` in `state`. ends: of the groups of a Ragged dim. source: from where
+    the places of a Local dim come; the tensor in P(own) is ends of groups of these.
 
     A Partial state has many representations: this draws independent random integer-valued ones from `generator`.
 
@@ -140,6 +178,13 @@ def shards(
 
     Raises LayoutError if the state splits a dim that the tensor lacks.
     """
+    if isinstance(state, Local) or state == OWN:
+        if source is None:
+            raise LayoutError(f"{state} of a tensor of which nobody knows whose rows are whose\n  Give source=.")
+        places = own_places(source, ranks)
+        if isinstance(state, Local):
+            return [tensor.index_select(state.dim, each) for each in places]
+        return [torch.bucketize(tensor, each, out_int32=tensor.dtype == torch.int32) for each in places]
     if isinstance(state, Split):
         if state.dim >= tensor.dim():
             raise LayoutError(f"{state} of a tensor with {tensor.dim()} dims\n  Name one of its dims.")
@@ -163,11 +208,15 @@ def shards(
     return [torch.where(owner == rank, tensor, part) for rank, part in enumerate(parts)]
 
 
-def whole(parts: list[Tensor], state: State) -> Tensor:
+def whole(parts: list[Tensor], state: State, source: Tensor | None = None) -> Tensor:
     """The tensor of which the ranks hold `parts` in `state`: the inverse of `shards`.
 
     Raises LayoutError if the parts of a Broadcast tensor differ.
     """
+    if isinstance(state, Local):
+        assert source is not None
+        joined = torch.cat(parts, state.dim)
+        return torch.empty_like(joined).index_copy_(state.dim, torch.cat(own_places(source, len(parts))), joined)
     if isinstance(state, (Split, Ragged)):
         return torch.cat(parts, state.dim)
     if isinstance(state, Broadcast):
@@ -178,7 +227,7 @@ def whole(parts: list[Tensor], state: State) -> Tensor:
         return parts[0]
     total = parts[0]
     for part in parts[1:]:
-        total = REDUCE[state.op](total, part)
+        total = REDUCE[state.by](total, part)
     return total
 
 

@@ -151,7 +151,8 @@ def dispatch_of(node: Node, mesh: Mesh) -> Transfer | None:
     """Returns what a call sends to the ranks that share out rows, None for any other call."""
     if (step := sent_by(node)) is None:
         return None
-    message = [*operands(node), node][MESSAGE[node.target]]
+    target: Any = node.target
+    message = [*operands(node), node][MESSAGE[target]]
     sized = partial(layout_at(message).busiest, sizes=mesh.sizes, times=mesh.routing.expected)
     return Transfer(
         step, sized(message.meta["val"].shape)[0], message.meta["val"].element_size(), sized(dims_at(message))[0]

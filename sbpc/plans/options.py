@@ -156,14 +156,15 @@ class Options:
         '"as computed", whose error grows with the root of the number of ranks; or "int8" or "float8", in float32, but '
         "gradients cross links in 8 bits where that is faster, each rank's part rounded once and the sum once more if "
         "it is gathered: up to 256 numbers of a row share a scale, int8 has their square roots, so that what is small "
-        "beside others keeps digits. "
+        "beside others keeps digits (the loss of a small GPT after 1,000 steps was 0.7 % higher from one seed, as high "
+        "from another). "
         "Partial sums of activations, as in tensor parallelism, are taken in the type of the activations.",
     )
     gather: str = option(
         AS_STORED,
         'how parameters of float32 cross links: "as stored", or as they are cast before; or "int8" or "float8", in 8 '
         "bits where that is faster, as gradients by `reduce`: what a step reads is then rounded, what is stored and "
-        "trained is not.",
+        "trained is not (the loss of a small GPT was 1.2 % higher for it after 1,000 steps).",
     )
     masters: bool | None = option(
         None,

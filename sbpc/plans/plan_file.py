@@ -344,7 +344,7 @@ class Decoder:
     def mesh(self) -> Mesh:
         """Returns the mesh with its cluster."""
         mesh = Mesh(cluster=Cluster.of(self.body["cluster"], "its cluster"), **dict(self.body["mesh"]))
-        return mesh.like(mesh.cluster, self.options().routed)
+        return mesh.routed(self.options().routed)
 
     def layouts(self, key: str) -> list[Layout | None]:
         """Returns the layouts that `encode_layouts` gave."""

@@ -27,27 +27,28 @@ def written(node: Node, mesh: Mesh) -> Calls | None:
     split, or has rows that ranks share out; None for any other."""
     match = node.meta.get("match")
     choice = node.meta.get("choice")
-    if match is None or choice is None or not (choice.sharing or match.shifts & choice.cuts().keys()):
+    if match is None or choice is None or not (choice.sharing or choice.owning or match.shifts & choice.cuts().keys()):
         return None
     shifted = sorted(match.shifts & choice.cuts().keys())
     origin, given = (0,) * len(mesh.sizes), operands(node)
     most = mesh.routing.most
-    held = [x.meta["sbp"].busiest(x.meta["val"].shape, mesh.sizes, most) for x in given]
-    shards = [
-        (x.meta["val"].dtype, tuple(chunk(*each, mesh.sizes, origin)[1] for each in zip(*sized)))
-        for x, sized in zip(given, held)
-    ]
-    sizes = {f: choice.busiest(f, size, mesh.sizes, most) for f, size in match.sizes.items()}
-    local = {factor: chunk(*each, mesh.sizes, origin)[1] for factor, each in sizes.items()}
-    key = id(match), *shards, *local.items(), *shifted, choice.sharing, most
+    shards = []
+    for x in given:
+        shape, cuts = x.meta["sbp"].busiest(x.meta["val"].shape, mesh.sizes, most)
+        local_shape = tuple(chunk(size, axes, mesh.sizes, origin)[1] for size, axes in zip(shape, cuts))
+        shards.append((x.meta["val"].dtype, local_shape))
+    sizes = [(factor, *choice.busiest(factor, size, mesh.sizes, most)) for factor, size in match.sizes.items()]
+    local = {factor: chunk(size, axes, mesh.sizes, origin)[1] for factor, size, axes in sizes}
+    key = id(match), *shards, *local.items(), *shifted, choice.sharing, choice.owning, most
     rank = torch.zeros(1, dtype=torch.int64, device="meta")
     sharing = None
     if choice.sharing:
         rows = choice.signatures[choice.sharing[0]].ragged
         sharing = Sharing(tuple(mesh.sizes[axis] for axis in choice.sharing), rank, "", rows, most)
+    part = choice.part(match.sizes.items(), mesh.sizes, origin)
     if key not in WRITTEN:
         made = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in shards]
-        WRITTEN[key] = match, calls_of_op(node, made, local, shifted, sharing)
+        WRITTEN[key] = match, calls_of_op(node, made, local, shifted, sharing, part)
     return WRITTEN[key][1]
 
 
@@ -57,6 +58,7 @@ def calls_of_op(
     local: Mapping[str, int],
     shifted: Sequence[str],
     sharing: Sharing | None,
+    part: Mapping[str, int] | None,
 ) -> Calls:
     """Returns the calls that an op is written as. They run on tensors without data, and storages are numbered, those
     of operands first."""
@@ -76,6 +78,6 @@ def calls_of_op(
         return out
 
     args, kwargs = map_arg((node.args, dict(node.kwargs)), dict(zip(operands(node), shards)).__getitem__)
-    results = node.meta["match"].localize(call, args, kwargs, local, offsets, sharing)
+    results = node.meta["match"].localize(call, args, kwargs, local, offsets, sharing, part)
     made = [0 if x is None else numbers[storage_of(x)] for x in flat_outputs(results)]
     return calls, made, next(iter(waits), None)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sbpc.errors import RuleError
-from sbpc.mesh.states import B, P, Partial, Shape, Split, State, of_8_bits
+from sbpc.mesh.states import OWN, B, Local, P, Partial, Ragged, Shape, Split, State, of_8_bits
 from sbpc.rules.grammar import Dim, Operand, Rule
 
 
@@ -26,13 +26,21 @@ class Signature:
     """The states of a call on one axis: one per tensor operand (lists flattened, None left out), one per output.
 
     factor: the factor that is split; None for all-B and for linear signatures. An absent output is B. ragged: the
-    factor whose rows are shared out by their groups, which tensors hold in R.
+    factor whose rows are shared out by their groups, which tensors hold in R. own: the factor of rows of which each
+    rank has its own, which tensors hold in L; it is cut as `factor` is, that of what the rows come from, and evenly.
     """
 
     inputs: tuple[State, ...]
     outputs: tuple[State, ...]
     factor: str | None = None
     ragged: str | None = None
+    own: str | None = None
+
+    @property
+    def ordered(self) -> bool:
+        """Whether rows that ranks hold stand in an order of which no boxing knows."""
+        states = (*self.inputs, *self.outputs)
+        return any(isinstance(state, (Local, Ragged)) or state == OWN for state in states)
 
     @property
     def text(self) -> str:

@@ -25,8 +25,9 @@ class Choice:
         """By factor: the numbers of the axes that split it, first cut first."""
         found: dict[str, Axes] = {}
         for axis in self.order:
-            if (factor := self.signatures[axis].factor) is not None:
-                found[factor] = (*found.get(factor, ()), axis)
+            for factor in dict.fromkeys((self.signatures[axis].factor, self.signatures[axis].own)):
+                if factor is not None:
+                    found[factor] = (*found.get(factor, ()), axis)
         return found
 
     def busiest(self, factor: str, size: Any, sizes: Numbers, times: float) -> tuple[Any, Axes]:
@@ -44,20 +45,37 @@ class Choice:
         return tuple(axis for axis, signature in enumerate(self.signatures) if signature.ragged is not None)
 
     @property
+    def owning(self) -> Axes:
+        """The axes on which each rank has rows of its own, first cut first."""
+        return tuple(axis for axis in self.order if self.signatures[axis].own is not None)
+
+    @property
     def shares_alone(self) -> bool:
         """Whether the axes that share out rows, if any do, are neighbours that cut in mesh order, and no other axis
-        cuts what they cut."""
-        axes = self.sharing
+        cuts what they cut; but for those on which each rank has rows of its own, which cut before them."""
+        axes, owning = self.sharing, self.owning
+        rest = {s.factor for axis, s in enumerate(self.signatures) if axis not in (*axes, *owning)} - {None}
+        if rest & {f for axis in owning for f in (self.signatures[axis].factor, self.signatures[axis].own)}:
+            return False
         if not axes:
             return True
         first = self.signatures[axes[0]]
-        rest = {s.factor for axis, s in enumerate(self.signatures) if axis not in axes}
         return (
             axes == tuple(range(axes[0], axes[-1] + 1))
             and [axis for axis in self.order if axis in axes] == list(axes)
             and all(self.signatures[axis] == first for axis in axes)
-            and not rest & ({first.factor, first.ragged} - {None})
+            and not rest & {first.factor, first.ragged}
+            and self.cuts().get(first.factor or "", axes) in (axes, (*owning, *axes))
         )
+
+    def part(
+        self, sizes: Iterable[tuple[str, int]], mesh_sizes: Numbers, coordinates: Numbers
+    ) -> dict[str, int] | None:
+        """By factor the size of the part within which ranks share out rows, or have their own; None if none do."""
+        if not self.sharing and not self.owning:
+            return None
+        cuts = {factor: [at for at in axes if at not in self.sharing] for factor, axes in self.cuts().items()}
+        return {factor: chunk(size, cuts.get(factor, ()), mesh_sizes, coordinates)[1] for factor, size in sizes}
 
     def input(self, slot: int, axes: Names) -> Layout:
         """The layout in which the node reads its tensor operand number `slot`."""
@@ -99,7 +117,10 @@ class Candidates:
         sizes = dict(self.sizes)
         if not choice.shares_alone:
             return False
+        owning = {*choice.owning}
         for factor, axes in choice.cuts().items():
+            if not may_cut(sizes[factor], tuple(mesh_sizes[at] for at in axes if at in owning), True, True):
+                return False
             even = factor in self.divides or (self.mesh_order and axes != tuple(sorted(axes)))
             if not may_cut(sizes[factor], tuple(mesh_sizes[at] for at in axes), even, factor in self.nonempty):
                 return False

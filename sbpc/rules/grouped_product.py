@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sbpc.graph import product_shapes  # noqa: F401 - it tells what torch does not know
 from sbpc.rules.match import Arguments, Call, Shard
 
 GROUPED = {  # by the number of dims of both operands; e and f: what 16 bytes hold, by which the kernel aligns rows
@@ -26,7 +27,7 @@ def grouped_local(shard: Shard) -> Any:
     rows = call("permute", given["self"], [1, 0]) if turned else given["self"]
     number = start = None
     count = local["m"] if shard.sharing is None else None
-    if "m" in offsets:
+    if "m" in offsets and shard.part is None:  # else the ends are those of the rank's own rows
         ends = call("clamp", call("sub.Tensor", given["offs"], offsets["m"]), 0, local["m"])
         given["offs"] = call("_to_copy", ends, dtype=torch.int32)
     if "g" in offsets:

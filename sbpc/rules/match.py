@@ -245,14 +245,16 @@ class Match:
         local: Mapping[str, int],
         offsets: Arguments,
         sharing: Sharing | None = None,
+        part: Mapping[str, int] | None = None,
     ) -> Any:
         """Run (or emit) the op on shards by `call(op, *args, **kwargs)`, once or more; what it returns, or a tuple.
 
         args: those of the call with local values for tensors. local: factor -> local size. offsets: factor -> 0-dim
         int64 tensor, the global index of the first local element, for the factors of `shifts` that are split.
-        sharing: the ranks that share out rows, where the op has rows in R.
+        sharing: the ranks that share out rows, where the op has rows in R. part: by factor the size of the part within
+        which they do, or of which the rank has its own rows, where the op has rows in L.
         """
-        shard = Shard(self, call, args, kwargs, local, offsets, sharing)
+        shard = Shard(self, call, args, kwargs, local, offsets, sharing, part)
         return shard.plain() if self.entry.local is None else self.entry.local(shard)
 
 
@@ -287,11 +289,17 @@ class Shard:
     local: Mapping[str, int]
     offsets: Arguments
     sharing: Sharing | None = None
+    part: Mapping[str, int] | None = None
 
     @cached_property
     def given(self) -> dict[str, Any]:
         """The arguments by name, defaults included; integer arguments at global sizes."""
         return named_arguments(self.match.op, self.args, self.kwargs)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Those of the part within which ranks share out rows, or have their own; else the global ones."""
+        return self.match.sizes if self.part is None else self.part
 
     @cached_property
     def counted(self) -> Mapping[str, Any]:

@@ -22,6 +22,7 @@ from sbpc.rules.two_phase import take_apart
 TABLE: dict[OpOverload, Entry] = {}
 GENERATORS: list[Callable[[OpOverload], Entry | None]] = []
 MATCHES: dict[Any, Match | None] = {}
+KEPT = 4_000  # of MATCHES, which take some 16 KB each; a large step has some hundreds
 
 
 def rule(
@@ -89,8 +90,10 @@ def match(op: OpOverload, args: Sequence[Any], kwargs: Arguments, outputs: Any) 
             return MATCHES[key]
     except TypeError:  # symbolic sizes have no hash
         return _match(op, args, kwargs, outputs)
-    MATCHES[key] = _match(op, args, kwargs, outputs)
-    return MATCHES[key]
+    found = MATCHES[key] = _match(op, args, kwargs, outputs)
+    if len(MATCHES) > KEPT:
+        del MATCHES[next(iter(MATCHES))]
+    return found
 
 
 def match_of(node: Node) -> Match | None:

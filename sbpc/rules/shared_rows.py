@@ -85,12 +85,19 @@ def same(key: Key) -> Key:
 def row_factors(match: Match) -> set[str]:
     """Returns the factors of which an op does the same to each place, whatever places there are. Where it is told how
     many there are, they are counted."""
-    if match.entry.local not in SIZELESS or match.entry.source or match.rule.idx:
+    if match.entry.local not in SIZELESS:
         return set()
     dims = [dim for fill in match.bound.fills for dim in fill.dims if dim.literal != 1 or len(dim.factors) > 1]
     sized = {factor for dim in dims for factor in dim.factors}
+    return free_factors(match) - sized
+
+
+def free_factors(match: Match) -> set[str]:
+    """Returns the factors of which an op does the same to each place."""
+    if match.entry.source or match.rule.idx:
+        return set()
     through = match.phases.factors if match.phases is not None else frozenset()
-    return {s.factor for s in match.signatures if s.factor is not None} - sized - through
+    return {s.factor for s in match.signatures if s.factor is not None} - through
 
 
 def dim_of(dims: Sequence[object] | None, factor: str) -> int | None:

@@ -6,6 +6,7 @@ Sizes are those that were published, with fewer layers (--layers). The models re
 from __future__ import annotations
 
 import argparse
+import resource
 import time
 from collections.abc import Callable
 from typing import Any
@@ -50,33 +51,44 @@ def mixtral(layers: int) -> nn.Module:
     return transformers.MixtralForCausalLM(config)
 
 
-CASES: dict[str, tuple[Callable[[int], nn.Module], dict[str, Any]]] = {
-    "Qwen3-30B-A3B": (qwen3, {"expert": 64}),
-    "Mixtral 8x7B": (mixtral, {"expert": 8}),
+def deepseek(layers: int) -> nn.Module:
+    """DeepSeek-V3: 256 experts, of which each token goes to 8, and one that sees all of them, behind three dense layers."""
+    config = transformers.DeepseekV3Config(
+        **COMMON | {"vocab_size": 129_280}, num_hidden_layers=layers, first_k_dense_replace=min(3, layers - 1)
+    )
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+LARGE = {"recompute": "full", "capacity": 1.25}
+CASES: dict[str, tuple[Callable[[int], nn.Module], dict[str, int], dict[str, Any]]] = {
+    "Qwen3-30B-A3B": (qwen3, {"expert": 64}, {}),
+    "Mixtral 8x7B": (mixtral, {"expert": 8}, {}),
+    "DeepSeek-V3": (deepseek, {"expert": 256}, LARGE),
 }
 
 
-def planned(name: str, layers: int, shares: bool) -> tuple[sbpc.Plan, float]:
-    """The plan of a sequence of 4096 tokens a rank, and the CPU seconds that it took."""
-    make, sizes = CASES[name]
+def planned(name: str, layers: int, shares: bool, **options: Any) -> tuple[sbpc.Plan, float]:
+    """The plan of a sequence of 4096 tokens a rank, and the CPU seconds that it took. options: those of `sbpc.plan`."""
+    make, sizes, more = CASES[name]
     mesh = sbpc.Mesh(**sizes, cluster="h100")
     with torch.device("meta"):
         model, tokens = Loss(make(layers)).bfloat16(), torch.zeros(mesh.ranks, 4096, dtype=torch.int64)
     start = time.process_time()
     off = mock.patch.object(annotate, "share_rows", lambda *_: None)
     with mock.MagicMock() if shares else off:
-        plan = sbpc.plan(model, (tokens,), mesh)
+        plan = sbpc.plan(model, (tokens,), mesh, **more, **options)
     return plan, time.process_time() - start
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--memory", type=float, help="bytes of a rank, as in 80e9")
     parser.add_argument("names", nargs="*", default=list(CASES))
     asked = parser.parse_args()
     for name in asked.names:
         print(name, CASES[name][1], f"{asked.layers} layers")
-        found = {shares: planned(name, asked.layers, shares) for shares in (False, True)}
+        found = {shares: planned(name, asked.layers, shares, memory=asked.memory) for shares in (False, True)}
         for shares, (plan, taken) in found.items():
             experts = plan.layout(next(each for each in plan.parameters if each.endswith("up_proj")))
             sent, memory = sum(plan.cost.bytes_sent.values()) / 1e9, plan.cost.memory["total"] / 1e9
@@ -85,6 +97,7 @@ def main() -> None:
             )
             print(f"  {what}  {sent:7.2f} GB sent  {memory:7.1f} GB  experts {experts}  planned in {taken:.0f} s")
         print(f"  {found[False][0].cost.seconds / found[True][0].cost.seconds:.2f} times as fast")
+    print(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB of memory taken to plan")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,22 @@ def gather_local(shard: Shard, lookup: Lookup) -> Any:
 def scatter_add_local(shard: Shard, lookup: Lookup) -> Any:
     source = shard.aten("masked_fill.Scalar", shard.given["src"], lookup.outside, 0)
     return shard.plain(index=lookup.nearest, src=source)
+
+
+def sorting(given: Arguments, outputs: Any) -> str | None:
+    """That of a scan; of one dim a rank's own part may be sorted, see `sbpc.rules.own_rows`."""
+    found = scan()(given, outputs)
+    assert isinstance(found, str)
+    return "a -> a, a ; fix a ; idx a" if given["self"].dim() == 1 else found
+
+
+def sorted_part(shard: Shard) -> Any:
+    """A rank that sorts its own part tells places of the whole."""
+    made = shard.plain()
+    if shard.part is None:
+        return made
+    values, places = (shard.call(operator.getitem, made, at) for at in range(2))
+    return values, shard.aten("add.Tensor", places, *shard.offsets.values())
 
 
 class Indexed(NamedTuple):
@@ -106,7 +123,8 @@ def scan(clause: str = "") -> Write:
 rule("_unsafe_index.Tensor index.Tensor", index, flops=FREE)
 rule("_unsafe_index_put index_put", index_put, flops=WRITTEN)
 rule("cummax cummin cumprod glu logcumsumexp", scan(), flops=WRITTEN)
-rule("kthvalue median.dim mode sort sort.stable topk", scan())
+rule("kthvalue median.dim mode topk", scan(), flops=WRITTEN)
+rule("sort sort.stable", sorting, flops=WRITTEN, local=sorted_part)
 rule("bucketize.Tensor", "*a, b -> *a ; +b", flops="1 *a")  # each counts the boundaries below it
 rule("cumsum", scan("lin(0)"), flops=WRITTEN)
 rule(

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-import sbpc.graph.product_shapes  # noqa: F401 - which tells torch what these ops give
 from sbpc.mesh.states import of_8_bits
 from sbpc.rules.grouped_product import GROUPED, grouped_local
 from sbpc.rules.match import Arguments, Call, Match, Shard, Write
