@@ -35,7 +35,7 @@ PLAIN = (
 )
 
 
-class Masks(abc.ABC):
+class Masks(abc.ABC):  # noqa: B024
     """The BlockMask of FlexAttention, known by its name: to import it takes seconds. It runs somebody's function,
     from which its blocks follow."""
 
