@@ -86,6 +86,8 @@ class ModuleWeights:
         lost = [name for name in ports if name not in named]
         if lost:
             raise PlanError(f"the module no longer has {lost[0]!r}\n  Plan and parallelize the model as it is now.")
+        # a loop leaves out what it does not use, and a further plan may be none
+        ports = {name: Port(PARAMETER, name) for name in plan.ports.unused if name in named} | ports
         places = {port: named[name] for name, port in ports.items()}
         tied = [
             (name, named[name], ports[first])
@@ -192,8 +194,8 @@ class ModuleWeights:
                 raise PlanError(
                     f"{name} was tied to {port.name}, and is not any more\n  Tie them again: both names, one tensor."
                 )
-        for port, value in given.items():
-            runner.check_weight(port, value, train)
+        for port in [port for port in given if port in runner.local_shapes]:
+            runner.check_weight(port, given[port], train)
         self.refuse_hooks()
 
     def refuse_hooks(self) -> None:

@@ -78,6 +78,16 @@ def table(block: Block, ids: Tensor) -> Mods:
     return biased, lambda b, h, q, kv: (b != 1) | (q >= kv)
 
 
+def chunked(block: Block, ids: Tensor) -> Mods:
+    """Chunks of three tokens see each other; scores fall with the distance in steps of two, as numbers of float32."""
+
+    def far(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        steps = torch.div(q - kv, 2, rounding_mode="floor").float()
+        return score - steps.abs() * block.slopes[h]
+
+    return far, lambda b, h, q, kv: q // 3 == kv // 3
+
+
 MODS: dict[str, Callable[[Block, Tensor], Mods]] = {
     "plain": lambda *_: (None, None),
     "causal": lambda *_: (None, causal),
@@ -85,6 +95,7 @@ MODS: dict[str, Callable[[Block, Tensor], Mods]] = {
     "documents": documents,
     "alibi": alibi,
     "capped": capped,
+    "chunked": chunked,
     "table": table,
 }
 

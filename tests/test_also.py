@@ -139,10 +139,11 @@ def test_each_call_runs_the_plan_of_its_mode_and_shapes_on_one_state() -> None:
 
 
 class Squares(nn.Module):
-    """Two layers and a loss; batches are those of `batch`."""
+    """Two layers and a loss, and a parameter that nothing reads; batches are those of `batch`."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.idle = nn.Parameter(torch.ones(2))
         self.up, self.down = nn.Linear(5, 8), nn.Linear(8, 3)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -165,7 +166,8 @@ def of_loops(plans: dict[str, sbpc.Plan]) -> list[tuple[str, list[Tensor]]]:
                     with module.no_sync():
                         module.step(*batch(1, rows))
                 loss = backward(module, *batch(0, rows)) if way == "backward" else module.step(*batch(0, rows))
-                found.append((f"{way} {rows}", [loss, *(whole(p.grad) for p in module.parameters())]))
+                assert module.idle.grad is None
+                found.append((f"{way} {rows}", [loss, *(whole(p.grad) for p in [*module.parameters()][1:])]))
         runner, (x, _) = runner_of(module), batch(0, 8)
         assert "one is a loop" in said(partial(kept_by_a_loop, module, 8 if first == "loop" else 16))
         module.zero_grad()
@@ -201,7 +203,7 @@ def test_loops_stand_beside_programs_of_the_whole_batch_in_one_module() -> None:
             wanted = model(*batch(0, rows))
             (wanted + (model(*batch(1, rows)) if "no_sync" in what else 0.0)).backward()
             torch.testing.assert_close(loss, wanted.detach(), msg=what)
-            torch.testing.assert_close(gradients, [p.grad for p in model.parameters()], msg=what)
+            torch.testing.assert_close(gradients, [p.grad for p in [*model.parameters()][1:]], msg=what)
 
 
 def adversaries(module: Any) -> list[Tensor]:

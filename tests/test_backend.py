@@ -159,6 +159,37 @@ def test_a_graph_of_symbolic_sizes_is_planned_for_those_that_come_in_few_layouts
         assert said.startswith("graph 0 has 1 plans, of which none serves [") and "sbpc.buckets" in said
 
 
+def behind_sizes() -> list[float]:
+    """What is computed behind a graph that gives numbers, or nothing but what it writes into a buffer."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = nn.Linear(6, 2), nn.Buffer(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            width, _ = x.view(len(x), -1).shape[1], self.calls.add_(1)
+            torch._dynamo.graph_break()
+            found: Tensor = self.layer(x).sum() * width * self.calls
+            return found
+
+    torch.manual_seed(0)
+    found, mesh = list[float](), sbpc.Mesh(data=2)
+    for dynamic in (True, None):
+        torch._dynamo.reset()
+        model = Scaled()
+        compiled = torch.compile(model, backend="sbpc", dynamic=dynamic, options={"mesh": mesh})
+        for length in (3, 3, 5):
+            x, before = torch.randn(4, length, 6), model.calls.clone()
+            found += [compiled(x).item(), model(x).item() / (before + 2).item() * (before + 1).item()]
+    return found
+
+
+def test_a_graph_that_gives_no_tensor_runs_as_it_is() -> None:
+    for found in run_ranks(behind_sizes, 2):
+        assert found[::2] == pytest.approx(found[1::2], rel=1e-5)
+
+
 def test_options_that_there_are_not_are_refused_with_those_that_there_are() -> None:
     with pytest.raises(sbpc.SbpcError) as error:
         checked({"mesh": sbpc.Mesh(data=2), "mode": "fast"})

@@ -48,7 +48,9 @@ def equal(mesh: dict[str, int], plans: int, *kinds: str, groups: int = 4) -> Non
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("kinds", [("window", "alibi", "table"), ("plain", "documents", "capped")], ids=str)
+@pytest.mark.parametrize(
+    "kinds", [("window", "alibi", "table"), ("plain", "documents", "capped"), ("chunked",)], ids=str
+)
 def test_flex_attention_gives_what_torch_gives_on_one_device(kinds: tuple[str, ...]) -> None:
     equal({"data": 2, "x": 2}, 1, *kinds, groups=2)
 

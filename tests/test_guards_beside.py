@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention as flex
 
 import sbpc
 from sbpc import Mesh
@@ -141,6 +142,17 @@ def of_forward(does: Callable[[Any], Any], change: Callable[[], Any], path: str,
     return Net(does, **kept), None, change, path
 
 
+def mask_of(function: Any) -> flex.BlockMask:
+    return flex.create_block_mask(function, None, None, 4, 4, "cpu")
+
+
+def attended(model: Any) -> Tensor:
+    """The mean over what is not hidden, summed over queries."""
+    q, v = torch.zeros(1, 1, 4, 4), torch.arange(16.0).view(1, 1, 4, 4)
+    found: Any = flex.flex_attention(q, q, v, block_mask=model.mask)
+    return found.sum()
+
+
 def cases() -> dict[str, Case]:
     k, smooth, part = (
         Knob(),
@@ -201,6 +213,12 @@ def cases() -> dict[str, Case]:
         ),
         "what is not among parsed arguments": of_forward(
             lambda m: 1.0 + ("beta" in m.args), turn(parsed), "args.__dict__ is", args=parsed
+        ),
+        "an object in a mask of FlexAttention": of_forward(
+            attended, turn(k), "mask.mask_mod.k.beta", mask=mask_of(lambda b, h, q, kv: q - kv <= k.beta)
+        ),
+        "a free variable in a mask of FlexAttention": of_forward(
+            attended, change_rate, "mask is BlockMask(<lambda>", mask=mask_of(lambda b, h, q, kv: q - kv <= rate)
         ),
         "a class in a free variable": of_forward(lambda m: Local.beta, turn(Local), "does.Local.beta"),
         "a module that is not imported": of_forward(LOADED.beta, turn(LOADED, "BETA"), "global not_imported:BETA"),

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-from sbpc.graph.values import mask_of
 from sbpc.passes.capture.source_lines import lines_text
 
 CACHE, EXTENDED = dis.opmap.get("CACHE", -1), dis.EXTENDED_ARG
@@ -61,8 +60,7 @@ def inner_codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def function_in(value: Any) -> FunctionType | None:
-    """Returns the function that a method, a property, a partial function, a BlockMask or the like calls."""
-    value = mask_of(value) or value
+    """Returns the function that a method, a property, a partial function or the like calls."""
     while type(value) in INSIDE:
         value = getattr(value, INSIDE[type(value)])
     return value if isinstance(value, FunctionType) else None

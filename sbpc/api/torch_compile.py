@@ -21,6 +21,7 @@ from torch.fx.node import map_arg
 from sbpc._compat import FakeTensorMode, compile_id, outside_dynamo, source_of
 from sbpc.api.planning import plan
 from sbpc.errors import PlanError, SbpcError
+from sbpc.graph.operands import leaves
 from sbpc.graph.ports import BUFFER, INPUT, PARAMETER, Port
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.plan import Plan
@@ -72,6 +73,8 @@ def sbpc(gm: GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any]
     if mesh not in warned:
         warned.add(mesh)
         log.warning(WHOLE, mesh)
+    if not gives_tensors(gm):
+        return gm
     graph = PlannedGraph(gm, mesh, executor_of(options.pop("executor", "auto")), where, options)
     random = {"seed": agreed_seed(where), "step": 0}
     # later, ops that add up in no fixed order may have left other bits in the weights of each rank
@@ -89,6 +92,12 @@ def sbpc(gm: GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any]
         return runner.run(given, random, runner.trains and torch.is_grad_enabled(), Apart)
 
     return run
+
+
+def gives_tensors(gm: GraphModule) -> bool:
+    """Whether there is something to divide: a graph that dynamo cuts off behind sizes gives numbers alone."""
+    ends = leaves(gm.graph.output_node().args, Node)
+    return any(isinstance(node.meta.get("example_value"), (Tensor, type(None))) for node in ends)
 
 
 def checked(options: Mapping[str, Any]) -> tuple[Mesh, dict[str, Any]]:

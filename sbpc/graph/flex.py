@@ -25,9 +25,11 @@ from sbpc.graph.random_bits import LIBRARY
 
 aten = torch.ops.aten
 SCORE, PLACES = "score", ("b", "h", "q", "kv")
-# Ops of these texts besides the pointwise ones: what they give are elements of their operand. None reads outside it.
-MOVING = frozenset({
-    "alias.default", "clone.default", "detach.default", "index.Tensor", "select.int",
+# Ops of these texts besides those that torch calls pointwise: number by number, or what they give are elements of their
+# operand. None reads outside it.
+FURTHER = frozenset({
+    "_to_copy.default", "alias.default", "clone.default", "detach.default", "expand.default", "floor_divide.Scalar",
+    "floor_divide.default", "index.Tensor", "select.int", "squeeze.dim", "unsqueeze.default", "view.default",
 })  # fmt: skip
 HEADS = "Tensor query, Tensor key, Tensor value"
 MODS = "Tensor? b, Tensor? h, Tensor? q, Tensor? kv, Tensor[] scores, Tensor[] masks, str score_mod, str mask_mod"
@@ -49,7 +51,7 @@ def may_stand(op: Any) -> bool:
     """Whether a text may call an op."""
     name = str(op).removeprefix("aten.")
     pointwise = torch.Tag.pointwise in op.tags and torch.Tag.nondeterministic_seeded not in op.tags
-    return op.namespace == "aten" and not op._schema.is_mutable and (pointwise or name in MOVING)
+    return op.namespace == "aten" and not op._schema.is_mutable and (pointwise or name in FURTHER)
 
 
 def line(name: str, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -65,7 +67,9 @@ def line(name: str, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def _text(value: Any) -> str:
     if isinstance(value, ast.Name):
         return value.id
-    return f"[{', '.join(map(_text, value))}]" if isinstance(value, (list, tuple)) else str(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    return repr(value) if isinstance(value, str) else str(value)
 
 
 @functools.lru_cache(1 << 10)

@@ -3,6 +3,7 @@ what they were."""
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import sys
 from collections import deque
@@ -32,11 +33,23 @@ PLAIN = (
     torch.memory_format,
     torch.Size,
 )
+
+
+class Masks(abc.ABC):  # noqa: B024
+    """The BlockMask of FlexAttention, known by its name: to import it takes seconds. It runs somebody's function,
+    from which its blocks follow."""
+
+    @classmethod
+    def __subclasshook__(cls, kind: type) -> bool:
+        names = {(each.__module__, each.__qualname__) for each in kind.__mro__}
+        return ("torch.nn.attention.flex_attention", "BlockMask") in names
+
+
 RECORDS = (SimpleNamespace,)  # objects whose reads cannot be watched
 LISTS = (list, tuple, deque)
 CACHED = type(lru_cache(len))
 # they hold what they are called with besides their arguments, see `table_of`
-CALLS = (FunctionType, MethodType, partial, CACHED)
+CALLS = (FunctionType, MethodType, partial, CACHED, Masks)
 CONTAINERS = (*LISTS, dict, set, frozenset, np.ndarray, *CALLS, *RECORDS)
 BRACKETS: dict[type, tuple[str, str]] = {tuple: ("(", ")"), list: ("[", "]"), dict: ("{", "}")}
 # entries of a container that are compared, levels that are looked at; characters of a text
@@ -103,17 +116,8 @@ def whole_text(value: Any) -> str:
         return f"{left}{', '.join(texts)}{right}"
     if isinstance(value, Tensor):
         return "a tensor"
-    if (mask := mask_of(value)) is not None:
-        return f"BlockMask({text_of(mask)})"
     name = getattr(value, "__name__", None) if callable(value) else None
     return name if isinstance(name, str) else f"a {kind.__name__}"
-
-
-def mask_of(value: Any) -> Any:
-    """The function of a BlockMask of FlexAttention, None for anything else. Its blocks follow from that."""
-    if type(value).__module__ != "torch.nn.attention.flex_attention" or not hasattr(value, "kv_num_blocks"):
-        return None
-    return getattr(value.mask_mod, "fn", value.mask_mod)
 
 
 def is_small(container: Any) -> bool:
@@ -153,6 +157,9 @@ def table_of(container: Any) -> Any:
         return {"__wrapped__": container.__wrapped__}
     if isinstance(container, partial):
         return {"func": container.func, "args": container.args, "keywords": container.keywords}
+    if isinstance(container, Masks):
+        mask: Any = getattr(container, "mask_mod")  # noqa: B009
+        return {"mask_mod": getattr(mask, "fn", mask)}
     return vars(container) if isinstance(container, RECORDS) else container
 
 
