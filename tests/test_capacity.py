@@ -19,7 +19,7 @@ from sbpc.mesh.routing import ANY, most_rows, stretched
 from tests.bench import experts_by_hand as by_hand
 from tests.bench.by_hand import loss_of
 from tests.processes import run_ranks
-from tests.routed import ROUTINGS, Routed, batch, product
+from tests.routed import ROUTINGS, Layers, Routed, batch, product
 
 SHARED = {"experts*": "S(0)", "_grouped_mm": "R(0)"}
 
@@ -97,6 +97,28 @@ def test_what_was_routed_is_measured_and_every_rank_stops_beyond_the_capacity(tm
     shares = [busiest(model, routing) for routing in ("as it comes", "one idle")]
     of_all, most = found[0][0].pop(""), found[0][0]
     assert of_all == pytest.approx(sum(shares) / 2) and [*most.values()] == [pytest.approx(max(shares))] * len(most)
+
+
+def stopped(plan: Plan) -> str:
+    """What this rank says of a step whose second half of the tokens all go to one expert."""
+    model = sbpc.parallelize(Layers(1).double(), plan)
+    x, favour = batch()
+    model.step(x, favour)
+    x[4:] = x[4, 0]
+    try:
+        model.step(x, favour)
+    except RoutingError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_every_rank_stops_where_rows_of_some_tokens_are_too_many_for_their_ranks() -> None:
+    """Those of others know it, too, and none waits for ranks that have stopped."""
+    torch.manual_seed(0)
+    pin = {"_grouped_mm": "[L(0), R(0)]", "_grouped_mm_1": "[L(0), R(0)]"}
+    plan = sbpc.plan(Layers(1).double(), batch(), Mesh(data=2, expert=2), pin=pin, capacity=1.9)
+    found = run_ranks(stopped, 4, plan)
+    assert len({*found}) == 1 and "part 1 of 2 of the tokens, and 46 are what capacity=" in found[0], found
 
 
 def busiest(model: Routed, routing: str) -> float:
