@@ -18,8 +18,10 @@ from sbpc.errors import PlanError, RoutingError, SbpcError
 from sbpc.mesh.routing import ANY, most_rows, stretched
 from tests.bench import experts_by_hand as by_hand
 from tests.bench.by_hand import loss_of
+from tests.compare import compare, eager
 from tests.processes import run_ranks
 from tests.routed import ROUTINGS, Layers, Routed, batch, product
+from tests.test_own_rows import Biased
 
 SHARED = {"experts*": "S(0)", "_grouped_mm": "R(0)"}
 
@@ -168,6 +170,29 @@ def test_rows_beyond_the_capacity_of_an_expert_add_nothing_on_any_mesh(sizes: di
         for (name, _), gradient in zip(model.named_parameters(), gradients):
             assert torch.allclose(run.gradients[name], gradient, rtol=1e-10, atol=1e-10), (routing, name)
         assert run.peak_memory <= 1.001 * at_worst(plan)
+
+
+def test_experts_with_biases_drop_rows_too() -> None:
+    class Alone(Biased):
+        """Each row by itself, with a weight of zero if it is beyond the capacity."""
+
+        def forward(self, x: Tensor, favour: Tensor) -> Tensor:
+            rows = x.flatten(0, 1)
+            weights, ids = torch.softmax(self.router(rows) + favour, -1).topk(self.chosen)
+            hot = F.one_hot(ids.flatten(), len(favour))
+            kept = ((hot.cumsum(0) * hot).sum(-1) <= math.ceil(1.1 * ids.numel() / len(favour))).view_as(ids)
+            both = torch.einsum("td,tkhd->tkh", rows, self.experts["up"][ids]) + self.experts["bias"][ids]
+            made = torch.einsum("tkh,tkdh->tkd", F.silu(both[..., ::2]) * both[..., 1::2], self.experts["down"][ids])
+            made = made * torch.rsqrt(made.square().mean(-1, keepdim=True) + 1e-6) * self.scale
+            return (rows + (made * (weights * kept)[..., None]).sum(1)).square().sum()
+
+    torch.manual_seed(0)
+    model, alone = Biased().double(), Alone().double()
+    alone.load_state_dict(model.state_dict())
+    pin = {"_grouped_mm": "[R(0), R(0)]"}
+    plan = sbpc.plan(model, batch(), Mesh(a=2, b=2), pin=pin, capacity=1.1, overflow="drop")
+    for routing in ROUTINGS:
+        assert compare(plan, model, batch(routing), *eager(alone, batch(routing))) <= 1e-10, routing
 
 
 def test_what_is_computed_of_all_rows_of_experts_drops_none() -> None:
