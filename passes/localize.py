@@ -3,7 +3,6 @@ nodes."""
 
 from __future__ import annotations
 
-import math
 import operator
 from collections import Counter
 from collections.abc import Callable
@@ -144,9 +143,8 @@ class Localizer(Copies):
             rank = call(aten.mul.Scalar, rank, self.mesh.sizes[axis])
             rank = call(aten.add.Tensor, rank, self.positions[axis])
         where, rows = str(node.meta.get("module") or node.name), choice.signatures[axes[0]].ragged
-        most, own = self.mesh.routing.most, tuple(sorted(choice.owning))
-        parts, across = math.prod(self.mesh.sizes[axis] for axis in own), self.mesh.group_name(own) if own else ""
-        return Sharing(sizes, rank, self.mesh.group_name(axes), rows, most, where, parts, across)
+        across = tuple((self.mesh.sizes[axis], self.mesh.group_name((axis,))) for axis in sorted(choice.owning))
+        return Sharing(sizes, rank, self.mesh.group_name(axes), rows, self.mesh.routing.most, where, across)
 
     def replicated(self, node: Node) -> Node:
         """Writes an op without a rule. It may read strides."""

@@ -101,9 +101,17 @@ def test_what_was_routed_is_measured_and_every_rank_stops_beyond_the_capacity(tm
     assert of_all == pytest.approx(sum(shares) / 2) and [*most.values()] == [pytest.approx(max(shares))] * len(most)
 
 
+def to_one() -> Layers:
+    """A layer whose tokens go to one expert each."""
+    torch.manual_seed(0)
+    model = Layers(1).double()
+    model.layers[0].chosen = 1  # type: ignore[assignment]
+    return model
+
+
 def stopped(plan: Plan) -> str:
     """What this rank says of a step whose second half of the tokens all go to one expert."""
-    model = sbpc.parallelize(Layers(1).double(), plan)
+    model = sbpc.parallelize(to_one(), plan)
     x, favour = batch()
     model.step(x, favour)
     x[4:] = x[4, 0]
@@ -116,11 +124,14 @@ def stopped(plan: Plan) -> str:
 
 def test_every_rank_stops_where_rows_of_some_tokens_are_too_many_for_their_ranks() -> None:
     """Those of others know it, too, and none waits for ranks that have stopped."""
-    torch.manual_seed(0)
     pin = {"_grouped_mm": "[L(0), R(0)]", "_grouped_mm_1": "[L(0), R(0)]"}
-    plan = sbpc.plan(Layers(1).double(), batch(), Mesh(data=2, expert=2), pin=pin, capacity=1.9)
+    plan = sbpc.plan(to_one(), batch(), Mesh(data=2, expert=2), pin=pin, capacity=1.9)
     found = run_ranks(stopped, 4, plan)
-    assert len({*found}) == 1 and "part 1 of 2 of the tokens, and 46 are what capacity=" in found[0], found
+    assert len({*found}) == 1 and "part 1 of 2 of the tokens, and 23 are what capacity=" in found[0], found
+    pin = dict.fromkeys(pin, "[L(0), R(0), L(0)]")
+    plan = sbpc.plan(to_one(), batch(), Mesh(a=2, b=2, c=2), pin=pin, capacity=1.5)
+    with pytest.raises(RoutingError, match="of 4 of the tokens"):
+        sbpc.simulate(plan, to_one(), batch("the last ones idle"))
 
 
 def busiest(model: Routed, routing: str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,8 +44,9 @@ def written(node: Node, mesh: Mesh) -> Calls | None:
     sharing = None
     if choice.sharing:
         rows = choice.signatures[choice.sharing[0]].ragged
-        sizes, parts = (tuple(mesh.sizes[axis] for axis in axes) for axes in (choice.sharing, choice.owning))
-        sharing = Sharing(sizes, rank, "", rows, most, parts=math.prod(parts))
+        sizes = tuple(mesh.sizes[axis] for axis in choice.sharing)
+        across = tuple((mesh.sizes[axis], "") for axis in sorted(choice.owning))
+        sharing = Sharing(sizes, rank, "", rows, most, across=across)
     part = choice.part(match.sizes.items(), mesh.sizes, origin)
     if key not in WRITTEN:
         made = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in shards]

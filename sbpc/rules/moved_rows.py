@@ -57,8 +57,8 @@ def allowed(shard: Shard, ends: Any) -> Any:
     size, ranks = sizes["i" if shard.given["by_place"] else "v"], math.prod(sharing.sizes)
     most = most_rows(size, ranks, sharing.most)
     rows = shard.call(own.rows_of_ranks.default, ends, sharing.ends(sizes["g"]), size, most)
-    if sharing.parts > 1:
-        gathered = shard.call(c10d.all_gather_into_tensor.default, rows, sharing.parts, sharing.across)
+    for parts, group in reversed(sharing.across):
+        gathered = shard.call(c10d.all_gather_into_tensor.default, rows, parts, group)
         rows = shard.call(c10d.wait_tensor.default, gathered)
     return shard.call(own.rows_within.default, ends, rows, ranks, sharing.where)
 
