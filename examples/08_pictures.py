@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Mesh, Plan
 from sbpc.inspect.model_map import model_map
-from sbpc.inspect.page import chip_of
 from sbpc.inspect.page_charts import timeline
 from sbpc.inspect.page_stages import schedule
+from sbpc.inspect.picture import hue_of
 from sbpc.inspect.tables import quantity
 
 VOCAB, WIDTH, HEADS, LAYERS, BATCH, SEQUENCE = 32_000, 2048, 16, 2, 16, 1024
@@ -105,7 +105,7 @@ def map_picture(plan: Plan) -> str:
             text(260, y, row.type, "mono soft"),
         ]
         for x, state in zip(columns, map(str, row.home.states if row.home else ())):
-            chip = f'<rect x="{x}" y="{y - 13:.1f}" width="46" height="18" rx="5" class="{chip_of(state)}"/>'
+            chip = f'<rect x="{x}" y="{y - 13:.1f}" width="46" height="18" rx="5" class="{hue_of(state)}"/>'
             parts += [chip, text(x + 23, y + 0.5, state, "mono in middle")]
         parts.append(text(WIDE - LEFT, y, quantity(row.bytes, "B"), "end"))
         parts.append(f'<line x1="{LEFT}" x2="{WIDE - LEFT}" y1="{y + 8:.1f}" y2="{y + 8:.1f}" class="rule"/>')

@@ -143,7 +143,8 @@ class Localizer(Copies):
             rank = call(aten.mul.Scalar, rank, self.mesh.sizes[axis])
             rank = call(aten.add.Tensor, rank, self.positions[axis])
         where, rows = str(node.meta.get("module") or node.name), choice.signatures[axes[0]].ragged
-        return Sharing(sizes, rank, self.mesh.group_name(axes), rows, self.mesh.routing.most, where)
+        across = tuple((self.mesh.sizes[axis], self.mesh.group_name((axis,))) for axis in sorted(choice.owning))
+        return Sharing(sizes, rank, self.mesh.group_name(axes), rows, self.mesh.routing.most, where, across)
 
     def replicated(self, node: Node) -> Node:
         """Writes an op without a rule. It may read strides."""

@@ -18,8 +18,10 @@ from sbpc.errors import PlanError, RoutingError, SbpcError
 from sbpc.mesh.routing import ANY, most_rows, stretched
 from tests.bench import experts_by_hand as by_hand
 from tests.bench.by_hand import loss_of
+from tests.compare import compare, eager
 from tests.processes import run_ranks
-from tests.routed import ROUTINGS, Routed, batch, product
+from tests.routed import ROUTINGS, Layers, Routed, batch, product
+from tests.test_own_rows import Biased
 
 SHARED = {"experts*": "S(0)", "_grouped_mm": "R(0)"}
 
@@ -99,6 +101,39 @@ def test_what_was_routed_is_measured_and_every_rank_stops_beyond_the_capacity(tm
     assert of_all == pytest.approx(sum(shares) / 2) and [*most.values()] == [pytest.approx(max(shares))] * len(most)
 
 
+def to_one() -> Layers:
+    """A layer whose tokens go to one expert each."""
+    torch.manual_seed(0)
+    model = Layers(1).double()
+    model.layers[0].chosen = 1  # type: ignore[assignment]
+    return model
+
+
+def stopped(plan: Plan) -> str:
+    """What this rank says of a step whose second half of the tokens all go to one expert."""
+    model = sbpc.parallelize(to_one(), plan)
+    x, favour = batch()
+    model.step(x, favour)
+    x[4:] = x[4, 0]
+    try:
+        model.step(x, favour)
+    except RoutingError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_every_rank_stops_where_rows_of_some_tokens_are_too_many_for_their_ranks() -> None:
+    """Those of others know it, too, and none waits for ranks that have stopped."""
+    pin = {"_grouped_mm": "[L(0), R(0)]", "_grouped_mm_1": "[L(0), R(0)]"}
+    plan = sbpc.plan(to_one(), batch(), Mesh(data=2, expert=2), pin=pin, capacity=1.9)
+    found = run_ranks(stopped, 4, plan)
+    assert len({*found}) == 1 and "part 1 of 2 of the tokens, and 23 are what capacity=" in found[0], found
+    pin = dict.fromkeys(pin, "[L(0), R(0), L(0)]")
+    plan = sbpc.plan(to_one(), batch(), Mesh(a=2, b=2, c=2), pin=pin, capacity=1.5)
+    with pytest.raises(RoutingError, match="of 4 of the tokens"):
+        sbpc.simulate(plan, to_one(), batch("the last ones idle"))
+
+
 def busiest(model: Routed, routing: str) -> float:
     """The rows of the rank that has most, of four, as a multiple of the mean: the first has two experts."""
     x, favour = batch(routing)
@@ -146,6 +181,29 @@ def test_rows_beyond_the_capacity_of_an_expert_add_nothing_on_any_mesh(sizes: di
         for (name, _), gradient in zip(model.named_parameters(), gradients):
             assert torch.allclose(run.gradients[name], gradient, rtol=1e-10, atol=1e-10), (routing, name)
         assert run.peak_memory <= 1.001 * at_worst(plan)
+
+
+def test_experts_with_biases_drop_rows_too() -> None:
+    class Alone(Biased):
+        """Each row by itself, with a weight of zero if it is beyond the capacity."""
+
+        def forward(self, x: Tensor, favour: Tensor) -> Tensor:
+            rows = x.flatten(0, 1)
+            weights, ids = torch.softmax(self.router(rows) + favour, -1).topk(self.chosen)
+            hot = F.one_hot(ids.flatten(), len(favour))
+            kept = ((hot.cumsum(0) * hot).sum(-1) <= math.ceil(1.1 * ids.numel() / len(favour))).view_as(ids)
+            both = torch.einsum("td,tkhd->tkh", rows, self.experts["up"][ids]) + self.experts["bias"][ids]
+            made = torch.einsum("tkh,tkdh->tkd", F.silu(both[..., ::2]) * both[..., 1::2], self.experts["down"][ids])
+            made = made * torch.rsqrt(made.square().mean(-1, keepdim=True) + 1e-6) * self.scale
+            return (rows + (made * (weights * kept)[..., None]).sum(1)).square().sum()
+
+    torch.manual_seed(0)
+    model, alone = Biased().double(), Alone().double()
+    alone.load_state_dict(model.state_dict())
+    pin = {"_grouped_mm": "[R(0), R(0)]"}
+    plan = sbpc.plan(model, batch(), Mesh(a=2, b=2), pin=pin, capacity=1.1, overflow="drop")
+    for routing in ROUTINGS:
+        assert compare(plan, model, batch(routing), *eager(alone, batch(routing))) <= 1e-10, routing
 
 
 def test_what_is_computed_of_all_rows_of_experts_drops_none() -> None:

@@ -198,6 +198,9 @@ def test_plans_of_own_rows_beside_rows_that_are_shared_out_equal_one_device_what
     plan = sbpc.plan(model, batch(), Mesh(data=2, expert=2), pin={"_grouped_mm": "[L(0), R(0)]"})
     assert plan.verify() > 1000 and any("P(own)" in str(layout) for layout in plan.layouts.values())
     plan.save(tmp_path / "plan.sbpc")
+    plan.save_page(tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text()
+    assert "by each rank for itself" in page and "where groups of each rank&#39;s own rows end" in page
     plan.export(tmp_path / "programs.sbpc")
     exported = rank_programs.decode(decode(tmp_path / "programs.sbpc"))
     for routing in ROUTINGS:

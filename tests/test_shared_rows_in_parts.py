@@ -203,3 +203,18 @@ def test_micro_batches_balance_experts_over_the_whole_batch() -> None:
         assert largest_error(plan, model, batch(routing)) <= 1e-10, routing
     with pytest.raises(PlanError, match="needs the whole batch's value"):
         sbpc.plan(model, batch(), Mesh(a=2), microbatches=2, schedule="breadth-first")
+
+
+@pytest.mark.parametrize("state", ["R(0)", "L(0)"])
+def test_no_chunk_ends_amid_rows_that_stand_sorted_by_expert(state: str) -> None:
+    """A model with fewer blocks than chunks is cut within blocks, but before experts are chosen, or behind them."""
+    torch.manual_seed(0)
+    model, pin = Layers(1).double(), {"_grouped_mm": f"[{state}]", "_grouped_mm_1": f"[{state}]"}
+    plan = sbpc.plan(model, batch(), Mesh(a=2), pin=pin, microbatches=2, schedule="breadth-first:6")
+    assert len(plan.chunks) == 6 and plan.verify() > 100
+    having = [sum(state in str(node.meta.get("sbp")) for node in each.graph.graph.nodes) > 5 for each in plan.chunks]
+    assert having.count(True) == 1
+    assert largest_error(plan, model, batch("one idle")) <= 1e-10
+    with pytest.raises(PlanError, match="before which rows stand sorted by expert"):
+        cuts = ("layers.0.experts.down",)
+        sbpc.plan(model, batch(), Mesh(pipe=2, a=2), pin=pin, microbatches=2, stages="pipe", cuts=cuts)

@@ -22,6 +22,7 @@ from sbpc.graph.rewrite import Writer, copied, drop_unused, mode_of
 from sbpc.mesh.routing import exact
 from sbpc.passes.canonicalize.expert_rows import copies, sort_of
 from sbpc.rules.ops.expert_rows import WITHIN
+from sbpc.rules.own_rows import SORTS
 from sbpc.rules.shared_rows import BY_PLACE, PRODUCT, grouped_rows
 
 aten = torch.ops.aten
@@ -61,7 +62,8 @@ def chosen(gm: GraphModule) -> Iterator[Chosen]:
     known: dict[Node, Node] = {}  # by where rows end, what sorts them
     for move in (node for node in gm.graph.nodes if node.target in MESSAGE):
         index, ends = operands(move)[1:]
-        sort = sort_of(index) if copies(index) is not None else None
+        numbers = value_of(index)[0].target in SORTS  # of experts, in order, as the rows of their biases are taken by
+        sort = sort_of(index) if numbers or copies(index) is not None else None
         if sort is None or known.setdefault(ends, sort) is not sort or not is_ascending(sort):
             raise PlanError(at_node("the order of these rows of experts is not known", move, TODO))
     for ends, sort in known.items():

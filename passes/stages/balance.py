@@ -14,12 +14,14 @@ from torch.fx import GraphModule, Node
 
 from sbpc.errors import PlanError
 from sbpc.graph.about import REDUCE
-from sbpc.graph.operands import is_late, tensors_of, value_of
+from sbpc.graph.operands import is_late, operands, tensors_of, value_of
 from sbpc.graph.ports import GRADIENT, PARAMETER, Port, outputs, placeholders
 from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.states import is_ordered
 from sbpc.passes.loop.recompute import block_of
 from sbpc.plans.staged.estimate import best_steps
+from sbpc.rules.own_rows import CASTS, SORTS, VIEWS, behind
 from sbpc.rules.sum_types import narrows
 
 Places = dict[Node, int]
@@ -115,6 +117,8 @@ def cuts_of(gm: GraphModule, places: Places, stages: int, mesh: Mesh) -> list[in
     here = between_blocks(places)
     if len(here) < stages - 1:
         here = [p for p in range(1, len(work)) if sent[p] <= sent[p - 1] and sent[p] <= sent[min(p + 1, len(work) - 1)]]
+    if mesh.ranks > 1:
+        here = [p for p in here if p not in among_experts(places)]
     if len(here) < stages - 1:
         todo = "Give fewer stages, or a schedule with fewer chunks on each."
         raise PlanError(f"{stages} chunks of a model that can be cut at {len(here)} places\n  {todo}")
@@ -135,9 +139,24 @@ def cuts_of(gm: GraphModule, places: Places, stages: int, mesh: Mesh) -> list[in
     return [int(ends[at]) for at in best_steps(sent_over, stages, np.add)[1][1:-1]]
 
 
-def cuts_at(gm: GraphModule, places: Places, named: Sequence[str]) -> list[int]:
+def among_experts(places: Places) -> set[int]:
+    """Returns the places that would begin a stage amid rows that stand sorted by expert, from what chooses the experts
+    on: ranks that share them out know them in one graph alone."""
+    found = set[int]()
+    for node, place in places.items():
+        signatures = [each for each in node.meta.get("signatures", ()) if each.ordered]
+        for at, used in enumerate(operands(node) if signatures and not is_late(node) else ()):
+            sorts = node.target in SORTS
+            source = behind(used, (*CASTS, *VIEWS)) if sorts else used
+            if source in places and (sorts or any(is_ordered(each.inputs[at]) for each in signatures)):
+                found.update(range(places[source] + 1, place + 1))
+    return found
+
+
+def cuts_at(gm: GraphModule, places: Places, named: Sequence[str], mesh: Mesh) -> list[int]:
     """Returns the first place of every stage but the first: where the block of a named parameter begins, or what reads
-    it where others of the block are in the stage before. Raises PlanError for names that part no stages."""
+    it where others of the block are in the stage before. Raises PlanError for names that part no stages, or rows of
+    experts."""
     stored, here, found = placeholders(gm, PARAMETER), [0, *between_blocks(places)], [0]
     first = {
         port.name: min((places[user] for user in node.users if user in places and not is_late(user)), default=0)
@@ -150,6 +169,9 @@ def cuts_at(gm: GraphModule, places: Places, named: Sequence[str]) -> list[int]:
         found.append(start if start > before else place)
         if found[-1] <= found[-2]:
             raise PlanError(f"cuts= names {name!r}, before which no stage ends\n  Give plan.cuts of a plan like this.")
+        if mesh.ranks > 1 and found[-1] in among_experts(places):
+            what = f"cuts= names {name!r}, before which rows stand sorted by expert, and ranks may share them out"
+            raise PlanError(f"{what}\n  Name the first parameter of a block.")
     return found[1:]
 
 

@@ -148,10 +148,9 @@ def pieces_of(body: Plan, count: int, options: Options) -> list[StageGraph]:
         raise PlanError(
             f"cuts= names {len(named)} parameters for {count} chunks\n  Give plan.cuts of a plan like this."
         )
-    even = (
-        cuts_of(body.annotated, places, count, body.mesh) if named is None else cuts_at(body.annotated, places, named)
-    )
-    return cut(body.annotated, places, even)
+    gm, mesh = body.annotated, body.mesh
+    even = cuts_of(gm, places, count, mesh) if named is None else cuts_at(gm, places, named, mesh)
+    return cut(gm, places, even)
 
 
 def better(plan: Plan, tried: Plan) -> Plan:

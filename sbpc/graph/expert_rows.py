@@ -26,7 +26,8 @@ LIBRARY.define(f"scatter_rows(Tensor values, Tensor index, Tensor ends, int size
 LIBRARY.define("add_rows(Tensor values, Tensor rows, Tensor held) -> Tensor")
 LIBRARY.define("row_count(Tensor x, int dim) -> int")
 LIBRARY.define("row_counts(Tensor counts, int most) -> int[]")
-LIBRARY.define("rows_within(Tensor ends, int[] groups, int size, int most, str where) -> Tensor")
+LIBRARY.define("rows_of_ranks(Tensor ends, int[] groups, int size, int most) -> Tensor")
+LIBRARY.define("rows_within(Tensor ends, Tensor rows, int ranks, str where) -> Tensor")
 LIBRARY.define("within_capacity(Tensor ids, int experts, int most) -> (Tensor, Tensor)")
 ABOUT = "Tensor index, Tensor ends, Tensor rank, int[] groups, int[] chunks, bool by_place, int size, int most"
 LIBRARY.define(f"rows_by_place({ABOUT}) -> (Tensor, Tensor, Tensor)")
@@ -50,23 +51,35 @@ def add_rows(values: Tensor, rows: Tensor, held: Tensor) -> Tensor:
     return values.new_zeros([len(held), *values.shape[1:]]).index_add_(0, rows, values)
 
 
-def rows_within(ends: Tensor, groups: Sequence[int], size: int, most: int, where: str) -> Tensor:
-    """Where groups end, if each rank has at most so many rows of them. Raises RoutingError on every rank else, as all
-    know all counts. groups: so many are those of the ranks up to each. size: the number of rows. where: who has them.
-    """
+def rows_of_ranks(ends: Tensor, groups: Sequence[int], size: int, most: int) -> Tensor:
+    """How many of so many rows each rank has, and behind these how many one may have. groups: so many are those of the
+    ranks up to each."""
+    if ends.is_meta:
+        return torch.empty(len(groups) + 1, dtype=torch.int64, device="meta")
+    return torch.tensor([*rows_by_rank(ends, groups, size), most], device=ends.device)
+
+
+def rows_within(ends: Tensor, rows: Tensor, ranks: int, where: str) -> Tensor:
+    """Where groups end, if each rank has no more rows of them than it may. Raises RoutingError on every rank else, as
+    all know all counts. rows: those of so many ranks, see `rows_of_ranks`, part after part of the tokens whose rows
+    some ranks share out among themselves. where: who has them."""
     if ends.is_meta:
         return torch.empty_like(ends)
-    counts = rows_by_rank(ends, groups, size)
-    if max(counts) > most:
-        rank, times = counts.index(max(counts)), max(counts) * len(groups) / size
-        what = f"rank {rank} of {len(groups)} gets {max(counts):,} of {size:,} rows of experts in {where}, and {most:,}"
-        shown = ", ".join(map(str, counts[:SHOWN])) + (", ..." if len(counts) > SHOWN else "")
-        todo = (
-            f"It needs capacity={math.ceil(100 * times) / 100:g}. Plan with that, or without capacity=, which fits any "
-            'routing; or overflow="drop" leaves out what is too much for an expert.'
-        )
-        raise RoutingError(f"{what} are what capacity= allows\n  Rows by rank: {shown}.\n  {todo}")
-    return ends.clone()
+    parts = [(part, most) for *part, most in rows.view(-1, ranks + 1).tolist()]
+    beyond = [(max(part) / sum(part), at) for at, (part, most) in enumerate(parts) if max(part) > most]
+    if not beyond:
+        return ends.clone()
+    share, at = max(beyond)
+    counts, most = parts[at]
+    whose = f", part {at} of {len(parts)} of the tokens," if len(parts) > 1 else ""
+    what = f"rank {counts.index(max(counts))} of {ranks} gets {max(counts):,} of {sum(counts):,} rows of experts"
+    shown = ", ".join(map(str, counts[:SHOWN])) + (", ..." if len(counts) > SHOWN else "")
+    todo = (
+        f"It needs capacity={math.ceil(100 * share * ranks) / 100:g}. Plan with that, or without capacity=, which fits "
+        'any routing; or overflow="drop" leaves out what is too much for an expert.'
+    )
+    said = f"{what} in {where}{whose or ','} and {most:,} are what capacity= allows\n  Rows by rank: {shown}.\n  {todo}"
+    raise RoutingError(said)
 
 
 def within_capacity(ids: Tensor, experts: int, most: int) -> tuple[Tensor, Tensor]:
@@ -94,7 +107,7 @@ def as_given(ids: Tensor, experts: int, most: int) -> tuple[Tensor, Tensor]:
 
 
 def rows_by_rank(ends: Tensor, groups: Sequence[int], size: int) -> list[int]:
-    """How many of so many rows each rank has. ends, groups: see `rows_within`."""
+    """How many of so many rows each rank has. ends, groups: see `rows_of_ranks`."""
     last = torch.nn.functional.pad(ends, (1, 0))[torch.tensor(groups[:-1], device=ends.device)].tolist()
     return [end - start for start, end in itertools.pairwise([0, *last, size])]
 
@@ -190,6 +203,7 @@ OPS = (
     row_counts,
     rows_by_number,
     rows_by_place,
+    rows_of_ranks,
     rows_within,
     scatter_rows,
     within_capacity,

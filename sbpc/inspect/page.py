@@ -21,7 +21,7 @@ from sbpc.inspect.model_map import MapRow, model_map
 from sbpc.inspect.page_charts import curves, memory, timeline
 from sbpc.inspect.page_graph import TITLES, Folded, fold, origins
 from sbpc.inspect.page_stages import chunk_row, schedule, stage_memory
-from sbpc.inspect.picture import HUES, clean, template
+from sbpc.inspect.picture import clean, hue_of, meaning, template
 from sbpc.inspect.report import boxings, chips_of, collective_of, collectives, least, numberless, spans
 from sbpc.inspect.tables import quantity
 from sbpc.mesh.collectives import EIGHT_BITS
@@ -64,7 +64,7 @@ def page_html(
         "losses": curves(losses) if losses else None,
         "traffic": traffic(plan),
         "links": list(links(plan)),
-        "chip": chip_of,
+        "chip": hue_of,
         "seconds": quantity(plan.cost.seconds, "s"),
         "sections": [(title.lower(), title) for title in titles],
         **about,
@@ -211,13 +211,6 @@ def parts(sizes: Mapping[str, float], unit: str) -> list[tuple[str, str, float]]
     return [(name, quantity(size, unit), 100 * size / whole) for name, size in sizes.items() if size] if whole else []
 
 
-def chip_of(state: str) -> str:
-    """Returns the class of a state: a hue by dim that is cut, or that of B or P."""
-    if state.startswith(("S(", "R(")):
-        return f"s{int(state[2:-1]) % HUES}"
-    return "p" if state.startswith("P") else "b"
-
-
 def map_row(row: MapRow, alternatives: Mapping[str, Sequence[Alternative]]) -> dict[str, Any]:
     """Returns a row of the map as the template draws it."""
     others = [
@@ -359,10 +352,7 @@ def groups(plan: Plan, graphs: Sequence[Drawn], rows: Sequence[ValueRow], folded
 def legend(rows: Sequence[ValueRow]) -> list[tuple[str, str]]:
     """Returns the states that occur, with what they mean."""
     states = {state for row in rows for state in (*row.states, *(before for _, before in row.moved))}
-    meaning = {"S": "split on dim {}", "B": "whole on every rank", "P": "a partial {} on every rank"}
-    meaning["R"] = "cut on dim {} where groups of rows end"
-    ordered = sorted(states, key=lambda state: (state[0] != "S", state))
-    return [(state, meaning[state[0]].format(state[2:-1] or "sum")) for state in ordered]
+    return [(state, meaning(state)) for state in sorted(states, key=lambda state: (state[0] != "S", state))]
 
 
 def page_data(plan: Plan, graphs: Sequence[Drawn], folded: Folded, curve: Mapping[str, Any]) -> dict[str, Any]:

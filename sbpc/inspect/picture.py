@@ -20,6 +20,14 @@ FEW, NEAR = 60, 40  # of more rows, only arcs between rows so near each other ar
 WIDEST = {"name": 33, "type": 26, "call": 46, "module": 30}  # characters
 TITLES = {"stored": "parameters and inputs", "forward": "forward", "backward": "backward", "output": "results"}
 HUES = 6  # classes .s0 to .s5 of the template
+MEANING = {  # of states, by their texts or first letters
+    "S": "split on dim {}",
+    "B": "whole on every rank",
+    "P": "partial {}",
+    "R": "cut on dim {} where groups of rows end",
+    "L": "sorted on dim {} by each rank for itself",
+    "P(own)": "where groups of each rank's own rows end",
+}
 
 
 @dataclass(frozen=True)
@@ -185,15 +193,18 @@ def drawn(row: ValueRow, y: float, columns: dict[str, float], mesh: Mesh, most: 
 
 def chip(x: float, state: str) -> Chip:
     """Returns the chip of a state: a hue per dim, grey for B, red for P."""
+    return Chip(x, CHIP, state.replace("P(", "").removesuffix(")") if state.startswith("P(") else state, hue_of(state))
+
+
+def hue_of(state: str) -> str:
+    """Returns the class of a state: a hue by dim that is cut, or that of B or P."""
     dim = state[2:-1]
-    hue = (
-        f"s{int(dim) % HUES}"
-        if state.startswith(("S", "R")) and dim.isdigit()
-        else "p"
-        if state.startswith("P")
-        else "b"
-    )
-    return Chip(x, CHIP, state.replace("P(", "").removesuffix(")") if state.startswith("P(") else state, hue)
+    return f"s{int(dim) % HUES}" if dim.isdigit() else "p" if state.startswith("P") else "b"
+
+
+def meaning(state: str) -> str:
+    """Returns what a state is, in words."""
+    return MEANING.get(state, MEANING[state[0]]).format(state[2:-1] or "sum")
 
 
 def legend(rows: Sequence[ValueRow], x: float) -> list[dict[str, Any]]:
@@ -201,8 +212,7 @@ def legend(rows: Sequence[ValueRow], x: float) -> list[dict[str, Any]]:
     states = {state for row in rows for state in (*row.states, *(before for _, before in row.moved))}
     items: list[dict[str, Any]] = []
     for state in sorted(states, key=lambda state: (state[0] != "S", state)):
-        text = f"partial {state[2:-1] or 'sum'}" if state[0] == "P" else "whole on every rank"
-        text = f"split on dim {state[2:-1]}" if state[0] == "S" else text
+        text = meaning(state)
         items.append({"chip": chip(x, state), "text": text, "x": x + CHIP + 7})
         x += CHIP + 7 + 6.4 * len(text) + 20
     return items

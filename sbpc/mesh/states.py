@@ -114,6 +114,11 @@ OWN = Partial("own")
 REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
+def is_ordered(state: State) -> bool:
+    """Whether rows, or the numbers of where groups of them end, are in an order of which no boxing knows."""
+    return isinstance(state, (Local, Ragged)) or state == OWN
+
+
 def parse_state(text: str) -> State:
     """The state that a text such as "S(0)", "B", "P" or "P(max)" names.
 

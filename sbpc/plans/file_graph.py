@@ -39,7 +39,7 @@ UNRULED = frozenset({
     "scatter_reduce", "slice_copy", "view.dtype",
 })  # fmt: skip
 OF_ROWS = frozenset(
-    ("add_rows", "row_count", "row_counts", "rows_by_number", "rows_by_place", "rows_within")
+    ("add_rows", "row_count", "row_counts", "rows_by_number", "rows_by_place", "rows_of_ranks", "rows_within")
 )  # sbpc's own, likewise
 # the backward of a pooling, which trusts its indices and the shape of its gradient, and how many dims it pools
 POOLED = {

@@ -37,14 +37,16 @@ def written(node: Node, mesh: Mesh) -> Calls | None:
         shape, cuts = x.meta["sbp"].busiest(x.meta["val"].shape, mesh.sizes, most)
         local_shape = tuple(chunk(size, axes, mesh.sizes, origin)[1] for size, axes in zip(shape, cuts))
         shards.append((x.meta["val"].dtype, local_shape))
-    sizes = [(factor, *choice.busiest(factor, size, mesh.sizes, most)) for factor, size in match.sizes.items()]
-    local = {factor: chunk(size, axes, mesh.sizes, origin)[1] for factor, size, axes in sizes}
+    factors = [(factor, *choice.busiest(factor, size, mesh.sizes, most)) for factor, size in match.sizes.items()]
+    local = {factor: chunk(size, axes, mesh.sizes, origin)[1] for factor, size, axes in factors}
     key = id(match), *shards, *local.items(), *shifted, choice.sharing, choice.owning, most
     rank = torch.zeros(1, dtype=torch.int64, device="meta")
     sharing = None
     if choice.sharing:
         rows = choice.signatures[choice.sharing[0]].ragged
-        sharing = Sharing(tuple(mesh.sizes[axis] for axis in choice.sharing), rank, "", rows, most)
+        sizes = tuple(mesh.sizes[axis] for axis in choice.sharing)
+        across = tuple((mesh.sizes[axis], "") for axis in sorted(choice.owning))
+        sharing = Sharing(sizes, rank, "", rows, most, across=across)
     part = choice.part(match.sizes.items(), mesh.sizes, origin)
     if key not in WRITTEN:
         made = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in shards]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sbpc.errors import RuleError
-from sbpc.mesh.states import OWN, B, Local, P, Partial, Ragged, Shape, Split, State, of_8_bits
+from sbpc.mesh.states import B, P, Partial, Shape, Split, State, is_ordered, of_8_bits
 from sbpc.rules.grammar import Dim, Operand, Rule
 
 
@@ -39,8 +39,7 @@ class Signature:
     @property
     def ordered(self) -> bool:
         """Whether rows that ranks hold stand in an order of which no boxing knows."""
-        states = (*self.inputs, *self.outputs)
-        return any(isinstance(state, (Local, Ragged)) or state == OWN for state in states)
+        return any(map(is_ordered, (*self.inputs, *self.outputs)))
 
     @property
     def text(self) -> str:

@@ -49,14 +49,18 @@ def within(shard: Shard, index: Any) -> Any:
 
 
 def allowed(shard: Shard, ends: Any) -> Any:
-    """Where groups end, once no rank has more rows of them than it may."""
+    """Where groups end, once no rank has more rows of them than it may, of any part of the tokens: all ranks stop."""
     sharing, sizes = shard.sharing, shard.sizes
     assert sharing is not None
     if sharing.most == ANY:
         return ends
     size, ranks = sizes["i" if shard.given["by_place"] else "v"], math.prod(sharing.sizes)
     most = most_rows(size, ranks, sharing.most)
-    return shard.call(own.rows_within.default, ends, sharing.ends(sizes["g"]), size, most, sharing.where)
+    rows = shard.call(own.rows_of_ranks.default, ends, sharing.ends(sizes["g"]), size, most)
+    for parts, group in reversed(sharing.across):
+        gathered = shard.call(c10d.all_gather_into_tensor.default, rows, parts, group)
+        rows = shard.call(c10d.wait_tensor.default, gathered)
+    return shard.call(own.rows_within.default, ends, rows, ranks, sharing.where)
 
 
 def by_place(shard: Shard, index: Any, ends: Any) -> tuple[Any, ...]:
