@@ -57,7 +57,7 @@ def start(device: str | None = None, timeout: float | None = None) -> torch.devi
     if kind == "cpu":
         keep_memory()
     if timeout is not None:
-        waiting["seconds"] = timeout
+        waiting["seconds"] = float(min(timeout, LONGEST))  # of numpy, too
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             raise MeshError("there is no process group\n  Run under torchrun --nproc-per-node N, or use sbpc.simulate.")
