@@ -301,7 +301,7 @@ KINDS = [
     "some are dropped", "other ids are counted", "the first is not counted", "others are counted", "counts for ends",
     "other rows", "rows of every third", "twice", "dense",
 ]  # fmt: skip
-OWN_ROWS = {*KINDS[:5], "scatter_add", "other rows", "rows of every third"}
+OWN_ROWS = {*KINDS[:5], "other rows", "rows of every third"}
 BEHIND = {*KINDS[9:14]}  # nothing is known of rows behind the last group
 
 
@@ -319,12 +319,14 @@ def test_rows_of_any_router_are_those_of_one_device(kind: str) -> None:
     plan = sbpc.plan(model, batch(), Mesh(a=2, b=2))
     products = [node for node in plan.graph.graph.nodes if node.target is PRODUCT]
     own = {any(s.own is not None for s in node.meta["signatures"]) for node in products}
-    assert own == ({kind in OWN_ROWS} if products else set())
+    # the gradient of a scatter_add comes by a gather, of which nobody knows that it takes rows
+    expected = {True, False} if kind == "scatter_add" else {kind in OWN_ROWS}
+    assert own == (expected if products else set())
     plans = [plan]
     for pin in ("[L(0), R(0)]", "[R(0), R(0)]", "[L(0), L(0)]"):
         try:
             plans.append(sbpc.plan(model, batch(), Mesh(a=2, b=2), pin={"_grouped_mm": pin}))
         except SbpcError as error:
-            assert "pin" in str(error) and kind not in OWN_ROWS - {"scatter_add"}
+            assert "pin" in str(error) and kind not in OWN_ROWS
     for each, routing in itertools.product(plans, ROUTINGS):
         assert largest_error(each, model, batch(routing)) <= 1e-10, routing
