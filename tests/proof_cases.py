@@ -293,7 +293,7 @@ def index() -> list[Case]:
         case(aten.index_select.default, x(4, 7, 3), 1, y(7, 5)),
         case(GATHER, x(7, 3), y(7, 5), ends(2, 5), True),
         case(SCATTER, x(5, 3, 2), y(7, 5), ends(2, 7), 7, False),
-        case(torch.ops.sbpc.within_capacity.default, y(3, 7), 3, 3),
+        case(torch.ops.sbpc.within_capacity.default, torch.tensor([1, 1, 1, 0, 1, 2, 1]), 3, 3),
         case(aten.index_add.default, x(4, 7, 3), 1, y(7, 5), x(4, 5, 3), alpha=2),
     ]
     for op in (
