@@ -14,7 +14,7 @@ from sbpc.graph.operands import operands, outputs_of
 from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.states import P
 from sbpc.rules.choices import Candidates, of_match, of_replicated, of_stored
-from sbpc.rules.own_rows import Owned, own_rows, owned_rows
+from sbpc.rules.local_rows import Owned, own_rows, owned_rows
 from sbpc.rules.proof.user_rules import UNPROVED
 from sbpc.rules.registry import match_of
 from sbpc.rules.shared_rows import grouped_rows, shared

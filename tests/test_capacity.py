@@ -21,7 +21,7 @@ from tests.bench.by_hand import loss_of
 from tests.compare import compare, eager
 from tests.processes import run_ranks
 from tests.routed import ROUTINGS, Layers, Routed, batch, product
-from tests.test_own_rows import Biased
+from tests.test_local_rows import Biased
 
 SHARED = {"experts*": "S(0)", "_grouped_mm": "R(0)"}
 

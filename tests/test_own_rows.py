@@ -1,9 +1,10 @@
-"""Rows of experts of which each rank sorts its own: the states L and P(own), every signature on real values, plans."""
+"""`inputs="data"`: every rank gives its own rows of the batch, as loaders hand them out, evenly or not."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+import contextlib
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,322 +12,341 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Interpreter, Node
-from torch.fx.node import map_aggregate
 
 import sbpc
 from sbpc import Mesh
-from sbpc.errors import LayoutError, SbpcError
-from sbpc.graph.operands import operands, outputs_of, value_of
-from sbpc.graph.ports import INPUT, PARAMETER
-from sbpc.graph.rewrite import called
-from sbpc.mesh.layout import chunk
-from sbpc.mesh.states import OWN, Local, Ragged, State, parse_state, shards, whole
-from sbpc.plans import rank_programs
-from sbpc.plans.plan_file import decode
-from sbpc.rules import Signature
-from sbpc.rules.binding import flat_outputs
-from sbpc.rules.choices import Choice, local_sizes
-from sbpc.rules.match import Sharing
-from sbpc.runtime.one_process.lockstep import lockstep
-from tests.compare import largest_error, relative_error
-from tests.routed import ROUTINGS, Routed, batch, product
-from tests.test_shared_rows import PRODUCT, one_by_one
+from sbpc.cli.train_loop import optimizer_of, train
+from sbpc.graph.ports import INPUT, OUTPUT, Port
+from sbpc.runtime.own_rows import check_rows_alike, exchanged
+from sbpc.runtime.state.weight_files import read_tensors, save_tensors, save_weights, weights_of
+from tests.processes import command, run_ranks
 
-L = Local
+SPLITS = ((4, 4), (3, 2), (2, 3), (5, 0), (1, 0))
+PARTS = {sum(split): split for split in SPLITS}
 
 
-def test_ranks_hold_the_rows_that_come_from_their_chunk() -> None:
-    ids = torch.tensor([2, 0, 1, 1, 0, 0, 2, 1])
-    places, source = torch.arange(8), torch.sort(ids, stable=True)[1]
-    parts = shards(places, L(0), 2, source=source)
-    for part, mine in zip(parts, ids.chunk(2)):
-        assert torch.equal(torch.sort(ids)[0][part], torch.sort(mine)[0])
-    assert torch.equal(whole(parts, L(0), source), places)
-    ends = shards(torch.tensor([3, 6, 8]), OWN, 2, source=source)
-    assert [each.tolist() for each in ends] == [[1, 3, 4], [2, 3, 4]] and whole(ends, OWN).tolist() == [3, 6, 8]
-    assert [parse_state(str(state)) for state in (L(0), L(1), OWN)] == [L(0), L(1), OWN]
-    with pytest.raises(LayoutError, match="Give source="):
-        shards(places, L(0), 2)
-
-
-class Biased(Routed):
-    """Experts with biases, whose two parts alternate, and a norm of what they give."""
+class Scored(nn.Module):
+    """A loss over rows of unequal weight, batch statistics, a tensor without rows, a 0-dim tensor, and rows returned."""
 
     def __init__(self) -> None:
-        super().__init__(hidden=6)
-        del self.first
-        self.experts["bias"] = torch.randn(5, 12)
-        self.experts["up"] = torch.randn(5, 12, 8)
-        self.scale = nn.Parameter(torch.randn(8))
-
-    def forward(self, x: Tensor, favour: Tensor) -> Tensor:
-        rows = x.flatten(0, 1)
-        weights, ids = torch.softmax(self.router(rows) + favour, -1).topk(self.chosen)
-        sorted_ids, order = torch.sort(ids.flatten(), stable=True)
-        ends = torch.cumsum(torch.histc(sorted_ids.float(), len(favour), 0, len(favour) - 1), 0, dtype=torch.int32)
-        both = product(rows[order // self.chosen], self.experts["up"].mT, ends) + self.experts["bias"][sorted_ids]
-        made = product(F.silu(both[..., ::2]) * both[..., 1::2], self.experts["down"].mT, ends)
-        made = made * torch.rsqrt(made.square().mean(-1, keepdim=True) + 1e-6) * self.scale
-        mixed = torch.zeros_like(rows).index_add_(0, order // self.chosen, made * weights.flatten()[order, None])
-        return (rows + mixed).square().sum()
-
-
-class Values(Interpreter):
-    """Runs a captured step, products of groups one by one."""
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return one_by_one(*args) if target is PRODUCT else super().call_function(target, args, kwargs)
-
-
-def values_of_step(gm: GraphModule, model: nn.Module, args: Sequence[Tensor]) -> dict[Node, Any]:
-    """By node its value in a step."""
-    given, run = iter(args), Values(gm, garbage_collect_values=False)
-    parameters = dict(model.named_parameters())
-    inputs = [
-        parameters[port.name] if port.kind == PARAMETER else next(given) if port.kind == INPUT else torch.ones(())
-        for port in gm.meta["ports"].inputs
-    ]
-    with torch.no_grad():
-        run.run(*(x.double() if x.is_floating_point() else x for x in inputs))
-    return run.env
-
-
-def parts_of(x: Tensor, states: Sequence[State], sizes: Sequence[int], source: Tensor, ends: Tensor) -> list[Tensor]:
-    """What each rank of two axes holds: rows are first the rank's own, then shared out by the ends of these."""
-    own = shards(ends, OWN, sizes[0], source=source)
-    if states[0] == OWN:
-        first = [
-            each if torch.equal(x, ends) else torch.diff(each, prepend=each[:0].new_zeros(1)).to(x) for each in own
-        ]
-    else:
-        first = shards(x, states[0], sizes[0], torch.Generator().manual_seed(0), source=source)
-    return [each for part, end in zip(first, own) for each in shards(part, states[1], sizes[1], ends=end)]
-
-
-@pytest.mark.parametrize(
-    ("routing", "sizes"),
-    [
-        ("one idle", (2, 2)),
-        *(
-            pytest.param(routing, sizes, marks=pytest.mark.prove)
-            for routing in ROUTINGS for sizes in ((2, 1), (3, 1), (2, 2), (2, 3), (1, 3))
-        ),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_every_signature_of_own_rows_does_to_them_what_the_op_does_among_all(
-    routing: str, sizes: tuple[int, int]
-) -> None:
-    """On one axis each rank has its own rows, on the other one they are shared out by their groups, or all have them."""
-    torch.manual_seed(0)
-    seen = set[str]()
-    for model in (Routed().double(), Biased().double()):
-        gm = sbpc.plan(model, batch(), Mesh(a=sizes[0])).graph
-        values = values_of_step(gm, model, batch(routing))
-        (sort,) = (node for node in gm.graph.nodes if "sort" in str(node.target))
-        source = values[sort][1]
-        ends = values[next(node for node in gm.graph.nodes if node.target is PRODUCT).args[2]]
-        for node in gm.graph.nodes:
-            signatures = node.meta.get("signatures", ())
-            for own in (s for s in signatures if s.own is not None or OWN in s.inputs):
-                for other in (s for s in signatures if s.ragged is not None or s is signatures[0]):
-                    proved(node, (own, other), sizes, values, source, ends)
-                    seen.add(f"{node.target} {own.text} {other.text}")
-    assert len(seen) > 40 or 1 in sizes
-
-
-def proved(
-    node: Node, pair: tuple[Signature, Signature], sizes: tuple[int, int], values: Any, source: Tensor, ends: Tensor
-) -> None:
-    """Each rank makes, of what it holds of the operands, what it holds of the results."""
-    choice, matched = Choice(pair, (0, 1)), node.meta["match"]
-    given = [values_at(operand, values) for operand in operands(node)]
-    places = list(itertools.product(*map(range, sizes)))
-    programs, inputs = [], list[list[Tensor]]()
-    held = [parts_of(x, [s.inputs[at] for s in pair], sizes, source, ends) for at, x in enumerate(given)]
-    for rank, at in enumerate(places):
-        cuts = {factor: axes for factor, axes in choice.cuts().items() if factor in matched.shifts}
-        programs.append(program(node, choice, sizes, at, sorted(cuts)))
-        firsts = [torch.tensor(chunk(matched.sizes[f], cuts[f], sizes, at)[0]) for f in sorted(cuts)]
-        inputs.append([*(each[rank] for each in held), torch.tensor([at[1]]), *firsts])
-    groups = {"g": [[rank for rank, at in enumerate(places) if at[0] == first] for first in range(sizes[0])]}
-    outputs = lockstep(programs, inputs, groups).outputs
-    for at, expected in enumerate(flat_outputs(values[node])):
-        states = [s.outputs[at] for s in pair]
-        found = [each[at] for each in outputs]
-        if states[0] == OWN or isinstance(states[0], (Local, Ragged)) or any(isinstance(s, Ragged) for s in states):
-            wanted = parts_of(expected, states, sizes, source, ends)
-        else:
-            rows = [found[i : i + sizes[1]] for i in range(0, len(found), sizes[1])]
-            found, wanted = [whole([whole(row, states[1]) for row in rows], states[0])], [expected]
-        for mine, other in zip(found, wanted):
-            assert relative_error(mine, other) <= 1e-12, (node, pair)
-
-
-def values_at(node: Node, values: Any) -> Tensor:
-    """The value that a node stands for."""
-    producer, index = value_of(node)
-    value = values[producer]
-    return value[index] if outputs_of(producer) > 1 else value
-
-
-def program(node: Node, choice: Choice, sizes: tuple[int, int], at: tuple[int, ...], shifted: list[str]) -> GraphModule:
-    """What the rank at these coordinates runs for a call: its operands come first, then its place, then offsets."""
-    graph, matched = Graph(), node.meta["match"]
-    names = {operand: graph.placeholder(f"x{number}") for number, operand in enumerate(dict.fromkeys(operands(node)))}
-    if len(names) < len(operands(node)):  # one that stands twice
-        again = iter([*names.values()])
-        names = {operand: next(again) for operand in names}
-    rank = graph.placeholder("rank")
-    offsets = {factor: graph.placeholder(f"first_{number}") for number, factor in enumerate(shifted)}
-    args, kwargs = map_aggregate((node.args, dict(node.kwargs)), lambda x: names[x] if isinstance(x, Node) else x)
-    local = local_sizes(matched.sizes.items(), choice, sizes, at)
-    part = choice.part(matched.sizes.items(), sizes, at)
-    sharing = Sharing(sizes[1:], rank, "g", choice.signatures[1].ragged) if choice.sharing else None
-    made = matched.localize(lambda op, *a, **k: called(graph, op, a, k), args, kwargs, local, offsets, sharing, part)
-    graph.output(tuple(made) if isinstance(made, tuple) else (made,))
-    return GraphModule(nn.Module(), graph)
-
-
-def test_plans_of_own_rows_beside_rows_that_are_shared_out_equal_one_device_whatever_the_routing(
-    tmp_path: Path,
-) -> None:
-    """Rows go to experts among the ranks of one axis alone, for tokens of each of the others."""
-    torch.manual_seed(0)
-    model = Biased().double()
-    plan = sbpc.plan(model, batch(), Mesh(data=2, expert=2), pin={"_grouped_mm": "[L(0), R(0)]"})
-    assert plan.verify() > 1000 and any("P(own)" in str(layout) for layout in plan.layouts.values())
-    plan.save(tmp_path / "plan.sbpc")
-    plan.save_page(tmp_path / "plan.html")
-    page = (tmp_path / "plan.html").read_text()
-    assert "by each rank for itself" in page and "where groups of each rank&#39;s own rows end" in page
-    plan.export(tmp_path / "programs.sbpc")
-    exported = rank_programs.decode(decode(tmp_path / "programs.sbpc"))
-    for routing in ROUTINGS:
-        assert largest_error(plan, model, batch(routing)) <= 1e-10, routing
-    expected = sbpc.simulate(plan, model, batch())
-    for each in (exported, sbpc.load(tmp_path / "plan.sbpc")):
-        found = sbpc.simulate(each, model, batch())
-        assert all(torch.equal(found.gradients[name], expected.gradients[name]) for name in expected.gradients)
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize(
-    "pin",
-    [
-        "[R(0), L(0)]", "[L(0), L(0)]", "[L(0), B]", "[L(0), S(1)]", "[L(0), L(0), R(0)]", "[L(0), R(0), R(0)]",
-        "[R(0), L(0), L(0)]", "[L(0), R(0), L(0)]", "[L(0), R(0), S(1)]",
-    ],
-)  # fmt: skip
-def test_own_rows_stand_beside_all_other_states(pin: str) -> None:
-    torch.manual_seed(0)
-    alternate = [] if "S(1)" in pin else [Biased().double()]  # which would be boxed on that axis alone
-    for model in (Routed().double(), *alternate):
-        mesh = Mesh(**dict.fromkeys("abc"[: pin.count(",") + 1], 2))
-        plan = sbpc.plan(model, batch(), mesh, pin={"_grouped_mm": pin})
-        assert plan.verify() > 1000
-        for routing in ROUTINGS:
-            assert largest_error(plan, model, batch(routing)) <= 1e-10, routing
-
-
-def test_where_links_between_hosts_are_slow_rows_stay_with_their_tokens_hosts() -> None:
-    """Nothing is pinned: rows go to experts within a host, and gradients of experts between hosts."""
-    with torch.device("meta"):
-        model = Routed(2048, 1024, 32).bfloat16()
-        args = torch.empty(64, 4096, 2048, dtype=torch.bfloat16), torch.empty(32, dtype=torch.bfloat16)
-    mesh = Mesh(data=8, expert=8, cluster="h100")
-    plan = sbpc.plan(model, args, mesh)
-    made = {str(node.meta["sbp"]) for node in plan.graph.graph.nodes if node.target is PRODUCT}
-    assert made == {"[L(0), R(0)]", "[P, S(0)]"}
-    shared = sbpc.plan(model, args, mesh, pin={"_grouped_mm": "[R(0), R(0)]"})
-    assert 1.5 * plan.cost.seconds < shared.cost.seconds
-
-
-class Router(nn.Module):
-    """Experts whose router, sort, counts or way back are another one."""
-
-    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.gate = kind, nn.Linear(8, 5)
-        self.up, self.down = nn.Parameter(torch.randn(5, 8, 6)), nn.Parameter(torch.randn(5, 6, 8))
+        self.up, self.norm, self.down = nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 3)
 
-    def forward(self, x: Tensor, favour: Tensor) -> Tensor:
-        kind, rows = self.kind, x.flatten(0, 1)
-        scores = torch.softmax(self.gate(rows) + favour, -1)
-        weights, ids = scores.topk(2)
-        flat, other = ids.flatten(), ids.flip(0).flatten()
-        flat = flat.sub(1) if kind == "some are dropped" else flat
-        order = torch.argsort(flat, stable=kind != "unstable", descending=kind == "descending")
-        order = torch.arange(len(flat)) if kind == "not sorted" else order
-        order = order.flip(0) if kind == "flipped" else order
-        ids_counted = other if kind == "other ids are counted" else flat if "flat" in kind else flat[order]
-        first = 1 if kind == "the first is not counted" else 0
-        counts = torch.histc(ids_counted.float(), 5, first, 4)
-        counts = counts + torch.tensor([1.0, 0, 0, 0, -1]) if kind == "others are counted" else counts
-        ends = counts.cumsum(0, dtype=torch.int32)
-        ends = ends.clamp(0, len(flat)) if kind == "others are counted" else ends
-        ends = counts.clamp(0, len(flat)).int().cummax(0)[0] if kind == "counts for ends" else ends
-        number = order // 2
-        if kind == "other rows":
-            number = (number + 1) % len(rows)
-        if kind == "rows of every third":
-            number = order // 3
-        mine = torch.cat([rows[number], rows[number]])[: len(order)] if kind == "twice" else rows[number]
-        product_of = one_by_one_op if kind == "dense" else product
-        made = product_of(F.silu(product_of(mine, self.up, ends)), self.down, ends)
-        made = made * weights.flatten()[order, None]
-        if kind in BEHIND:
-            made = made.masked_fill((torch.arange(len(order)) >= ends[-1])[:, None], 0.0)
-        if kind == "index_add":
-            return (rows + torch.zeros_like(rows).index_add(0, number, made)).square().sum()
-        if kind == "scatter_add":
-            added = torch.zeros_like(rows).scatter_add(0, number[:, None].expand_as(made), made)
-            return (rows + added).square().sum()
-        back = torch.argsort(order) if kind == "argsort back" else torch.empty_like(order)
-        if kind != "argsort back":
-            back[order] = torch.arange(len(order))
-        return (rows + made[back].view(len(rows), 2, -1).sum(1)).square().sum()
+    def forward(self, x: Tensor, y: Tensor, weights: Tensor, factor: Tensor) -> dict[str, Tensor]:
+        hidden = self.norm(self.up(x))
+        out = self.down(F.gelu(hidden - hidden.mean(0))) * factor
+        return {"loss": F.cross_entropy(out, y, weight=weights), "out": out, "mean": out.mean(0)}
 
 
-def one_by_one_op(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
-    """Products of groups as a sum of products of all rows, most of them zeros."""
-    place = torch.arange(len(x))
-    starts = F.pad(ends, (1, 0))
-    return sum(((place >= starts[at]) & (place < ends[at]))[:, None] * (x @ y[at]) for at in range(len(y)))  # type: ignore[return-value]
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    return Scored().double()
 
 
-KINDS = [
-    "plain", "unstable", "flat", "argsort back", "index_add", "scatter_add", "descending", "not sorted", "flipped",
-    "some are dropped", "other ids are counted", "the first is not counted", "others are counted", "counts for ends",
-    "other rows", "rows of every third", "twice", "dense",
-]  # fmt: skip
-OWN_ROWS = {*KINDS[:5], "other rows", "rows of every third"}
-BEHIND = {*KINDS[9:14]}  # nothing is known of rows behind the last group
+def batch(rows: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 5, generator=generator, dtype=torch.float64)
+    return x, torch.arange(rows) % 3, torch.tensor([1.0, 2.0, 0.5]).double(), torch.tensor(1.5).double()
+
+
+def own(args: Sequence[Tensor], split: Sequence[int], place: int) -> tuple[Tensor, ...]:
+    """A rank's rows of a batch."""
+    rows = sum(split)
+    return tuple(each.split(list(split))[place] if each.dim() and len(each) == rows else each for each in args)
+
+
+def seen(result: Any, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**{name: value.detach().clone() for name, value in result.items()}, **gradients}
+
+
+def alone(rows: int) -> dict[str, Tensor]:
+    model = made()
+    result = model(*batch(rows))
+    result["loss"].backward()
+    return seen(result, {name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+
+
+def on_ranks(first: sbpc.Plan, *others: sbpc.Plan) -> list[Any]:
+    """What a step, and a forward with a backward, give by split on this rank."""
+    module: Any = sbpc.parallelize(made(), first, also=others)
+    mesh, rank, found = first.mesh, torch.distributed.get_rank(), []
+    place = mesh.coordinates(rank)[mesh.axis("data")]
+    for split in SPLITS:
+        for way in ("step", "backward"):
+            module.zero_grad()
+            args = own(batch(sum(split)), split, place)
+            if way == "step":
+                result = module.step(*args)
+            else:
+                result = module(*args)
+                result["loss"].backward()
+            whole = {name: each.grad.full_tensor() for name, each in module.named_parameters() if each.grad is not None}
+            found.append(seen(result, whole))
+    return found
+
+
+def check(found: Sequence[Any], places: Sequence[int]) -> None:
+    """Compares the ranks with one process: results of rows have the rank's own."""
+    for place, ranks in zip(places, found):
+        for at, results in enumerate(ranks):
+            split = SPLITS[at // 2]
+            want = alone(sum(split))
+            assert len(results["out"]) == split[place]
+            want["out"] = want["out"].split(list(split))[place]
+            for name in want:
+                torch.testing.assert_close(results[name], want[name], rtol=1e-10, atol=1e-10)
+
+
+def plans(mesh: Mesh, **options: Any) -> list[sbpc.Plan]:
+    first = sbpc.plan(made(), batch(8), mesh, inputs="data", **options)
+    return [
+        first,
+        *(sbpc.plan(made(), batch(rows), mesh, inputs="data", pin=first.parameters, **options) for rows in (5, 1)),
+    ]
+
+
+def test_each_rank_gives_its_own_rows_and_gets_them_back() -> None:
+    made_plans = plans(Mesh(data=2))
+    ends = [made_plans[0].given[Port(INPUT, str(at))] for at in range(4)], made_plans[0].left[Port(OUTPUT, "1")]
+    assert str(ends) == "([[S(0)], [S(0)], [B], [B]], [S(0)])"
+    check(run_ranks(on_ranks, 2, *made_plans), (0, 1))
+
+
+class Chain(nn.Module):
+    """Linear layers with a loss: a model that is cut into stages. Rows come back, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return {"loss": F.mse_loss(x, y), "out": x}
+
+
+def chain() -> nn.Module:
+    torch.manual_seed(0)
+    return Chain().double()
+
+
+def pair(rows: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return tuple(torch.randn(rows, 6, generator=generator, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
+
+
+def in_a_loop(plan: sbpc.Plan) -> list[Any]:
+    """Results of a loop's step by split."""
+    module: Any = sbpc.parallelize(chain(), plan)
+    mesh, rank, found = plan.mesh, torch.distributed.get_rank(), []
+    place = mesh.coordinates(rank)[mesh.axis("data")]
+    for split in ((4, 4), (5, 3), (0, 8)):
+        module.zero_grad()
+        result = module.step(*own(pair(), split, place))
+        grads = {
+            name: each.grad.full_tensor()
+            for name, each in module.named_parameters()
+            if each is not None and each.grad is not None
+        }
+        found.append((place, split, seen(result, grads)))
+    return found
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("mesh", "options"),
     [
-        each if each in ("flat", "other ids are counted") else pytest.param(each, marks=pytest.mark.prove)
-        for each in KINDS
+        ({"data": 2}, {"microbatches": 2}),
+        ({"pipe": 2, "data": 2}, {"stages": "pipe", "microbatches": 2}),
+        ({"tensor": 2, "data": 2}, {"pin": {"layers.0.weight": "S(0)@tensor"}}),
     ],
 )
-def test_rows_of_any_router_are_those_of_one_device(kind: str) -> None:
-    """Where it is not proved that rows stand by group, no rank sorts its own: they are computed otherwise, never wrong."""
+def test_loops_and_stages_gather_the_rows(mesh: dict[str, int], options: dict[str, Any]) -> None:
+    plan = sbpc.plan(chain(), pair(), Mesh(**mesh), inputs="data", **options)
+    assert (plan.loop is not None) == ("microbatches" in options)
+    model = chain()
+    result = model(*pair())
+    result["loss"].backward()
+    names: set[str] = set()
+    for ranks in run_ranks(in_a_loop, plan.mesh.ranks, plan):
+        for place, split, found in ranks:
+            want = seen(result, {name: each.grad for name, each in model.named_parameters()})
+            want["out"] = want["out"].split(list(split))[place]
+            names |= found.keys()
+            for name in found:
+                torch.testing.assert_close(found[name], want[name], rtol=1e-10, atol=1e-10)
+    assert names == want.keys()
+
+
+FOUR = (3, 1, 0, 4)  # rows by place
+
+
+def by_two_axes(plan: sbpc.Plan) -> Any:
+    """The rows that come back from a model without a loss, their gradient's way to the rows given, and what misuse gets."""
+    module: Any = sbpc.parallelize(made_out(), plan)
+    rank, mesh = torch.distributed.get_rank(), plan.mesh
+    at = mesh.coordinates(rank)
+    place = 2 * at[mesh.axis("shard")] + at[mesh.axis("replicate")]
+    x = own(pair()[:1], FOUR, place)[0].requires_grad_()
+    out = module(x)
+    (out * own(pair()[1:], FOUR, place)[0]).sum().backward()
+    weight = module.layers[0].weight.grad.full_tensor()
+    rows = {0: 5, 1: 3, 2: 0, 3: 0}
+    refused = [
+        said(lambda: module(torch.zeros(rows[place], 6).double().requires_grad_(place != 1))),
+        said(lambda: module(torch.zeros(2 + (rank == 3), 6).double().requires_grad_())),
+        said(lambda: module(torch.zeros(2, 6 + (rank == 2)).double().requires_grad_())),
+    ]
+    return place, out.detach(), x.grad, weight, refused
+
+
+def made_out() -> nn.Module:
+    """The chain without its loss."""
+    return Rowwise(chain())
+
+
+class Rowwise(nn.Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.layers = inner.layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x
+
+
+def said(call: Callable[[], Any]) -> str:
+    with pytest.raises(sbpc.SbpcError) as error:
+        call()
+    return str(error.value)
+
+
+def test_gradients_go_back_to_the_rows_of_each_rank_over_two_axes() -> None:
+    x, tangent = pair()
+    model = made_out()
+    mesh = Mesh(replicate=2, shard=2)
+    plan = sbpc.plan(model, (x.requires_grad_(),), mesh, inputs="shard,replicate")
+    assert "each rank gets its own rows of the results, and no loss" in str(plan)
+    out = model(x)
+    (out * tangent).sum().backward()
+    assert x.grad is not None
+    for place, mine, grad, weight, refused in run_ranks(by_two_axes, 4, plan):
+        for given, whole in ((mine, out.detach()), (grad, x.grad)):
+            torch.testing.assert_close(given, whole.split(list(FOUR))[place], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(weight, model.layers[0].weight.grad, rtol=1e-10, atol=1e-10)  # type: ignore[union-attr,index]
+        assert "rank 2 gives other arguments than rank 0" in refused[0]  # one asks for a gradient, the others do not
+        assert (
+            "argument 0 of all ranks together is torch.float64 (9, 6), the plan is for torch.float64 (8, 6)"
+            in refused[1]
+        )
+        assert "rank 2 gives other arguments than rank 0\n" in refused[2]
+
+
+def unequal(plan: sbpc.Plan) -> list[str]:
+    """What is said of ranks of one place that give other rows, or other numbers of them, and of tensors that do not fit together."""
+    module: Any = sbpc.parallelize(chain(), plan)
+    rank = torch.distributed.get_rank()
+    place, twin = plan.mesh.coordinates(rank)
+    x, y = own(pair(), (4, 4), place)
+    padded = sbpc.buckets([4, 8], together=True)({"input_ids": torch.ones(2, 3 + 2 * place)})  # one has 3, one 5
+    assert padded["input_ids"].shape == (2, 8)
+    errors = [
+        said(lambda: module.step(x[: 3 if rank == 1 else 4], y[: 3 if rank == 1 else 4])),
+        said(lambda: module.step(x, y[: 3 if rank == 2 else 4])),
+        said(lambda: module.step(x + twin, y)),
+    ]
+    for _ in range(3):  # later calls are compared by what each of them sends anyway
+        module.step(x, y)
+    with module.no_sync() if rank == 3 else contextlib.nullcontext():
+        return [*errors, said(lambda: module.step(x, y))]
+
+
+def test_ranks_that_share_a_batch_must_give_the_same_rows() -> None:
+    plan = sbpc.plan(chain(), pair(), Mesh(data=2, tensor=2), inputs="data")
+    for errors in run_ranks(unequal, 4, plan):
+        assert errors[0].startswith("rank 0 gives 4 rows, rank 1 3, and both share one place on inputs='data'\n")
+        assert errors[1].startswith("the tensors that rank 2 gives have other numbers of rows than each other")
+        assert errors[2].startswith("argument x is not the same on rank 1 as on rank 0")
+        assert (
+            errors[3].startswith("rank 3 gives other arguments than rank 0") and "'within no_sync': True" in errors[3]
+        )
+
+
+def channels_last() -> Tensor:
+    """Rows 3 and 4 of five on rank 1, of which rank 0 has all but the last."""
+    rows = torch.arange(120.0).view(5, 2, 3, 4).to(memory_format=torch.channels_last)
+    mine = rows.split([4, 1])[torch.distributed.get_rank()]
+    return exchanged(mine, ((0, 4), (4, 1)), ((0, 3), (3, 2)), frozenset((0, 1)))
+
+
+def test_rows_go_to_other_ranks_however_they_lie_in_memory() -> None:
+    assert torch.cat(run_ranks(channels_last, 2)).equal(torch.arange(120.0).view(5, 2, 3, 4))
+
+
+class Told(nn.Module):
+    """A loss, and a result that is not of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        out = self.layer(x)
+        return {"loss": out.square().mean(), "mean": out.mean(0)}
+
+
+def told() -> nn.Module:
     torch.manual_seed(0)
-    model = Router(kind).double()
-    plan = sbpc.plan(model, batch(), Mesh(a=2, b=2))
-    products = [node for node in plan.graph.graph.nodes if node.target is PRODUCT]
-    own = {any(s.own is not None for s in node.meta["signatures"]) for node in products}
-    # the gradient of a scatter_add comes by a gather, of which nobody knows that it takes rows
-    expected = {True, False} if kind == "scatter_add" else {kind in OWN_ROWS}
-    assert own == (expected if products else set())
-    plans = [plan]
-    for pin in ("[L(0), R(0)]", "[R(0), R(0)]", "[L(0), L(0)]"):
-        try:
-            plans.append(sbpc.plan(model, batch(), Mesh(a=2, b=2), pin={"_grouped_mm": pin}))
-        except SbpcError as error:
-            assert "pin" in str(error) and kind not in OWN_ROWS
-    for each, routing in itertools.product(plans, ROUTINGS):
-        assert largest_error(each, model, batch(routing)) <= 1e-10, routing
+    return Told().double()
+
+
+def as_long_by_chance(rows: int, splits: Sequence[Sequence[int]], options: dict[str, Any]) -> Any:
+    """By batch that result, and what it is on one device. rows: those of the plan."""
+    plan = sbpc.plan(told(), batch(rows)[:1], Mesh(data=2), inputs="data", **options)
+    module: Any = sbpc.parallelize(told(), plan, also="auto")
+    rank, found = torch.distributed.get_rank(), []
+    for split in splits:
+        x = batch(sum(split))[:1]
+        found.append((module.step(own(x, split, rank)[0])["mean"].detach(), told()(*x)["mean"].detach()))
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2}])
+def test_a_result_as_long_as_a_later_batch_by_chance_stays_whole(options: dict[str, Any]) -> None:
+    for found in run_ranks(as_long_by_chance, 2, 8, ((4, 4), (2, 1), (3, 0)), options):
+        for mine, whole in found:
+            torch.testing.assert_close(mine, whole, rtol=1e-10, atol=1e-10)
+
+
+def test_what_is_as_long_as_the_first_batch_by_chance_is_told_of() -> None:
+    for error in run_ranks(as_long_by_chance, 2, 3, ((2, 1), (4, 4)), {}):
+        assert error.startswith(
+            "PlanError: result 1 was as long as the batch in the first call, and of a batch of 8 rows it is"
+        )
+    first, small = (sbpc.plan(made(), batch(rows), Mesh(data=2), inputs="data") for rows in (8, 3))
+    assert "argument 2 is as long as the batch of one plan by chance" in said(lambda: check_rows_alike(first, small))
+
+
+def target() -> tuple[nn.Module, Any]:
+    """A model and its batch, as `sbpc run` takes them."""
+    return chain(), pair()
+
+
+def test_the_command_line_trains_and_infers_by_plans_with_rows_of_each_rank(tmp_path: Path) -> None:
+    file, out, (model, args) = tmp_path / "c.sbpc", tmp_path / "out.safetensors", target()
+    plan = sbpc.plan(model, args, Mesh(data=2), inputs="data")
+    plan.save(tmp_path / "plan.sbpc")
+    plan.export(file, sbpc.plan(model.eval(), args, Mesh(data=2), inputs="data", train=False))
+    save_weights(weights_of(model), file.with_suffix(".safetensors"))
+    save_tensors({str(at): each for at, each in enumerate(args)}, file.with_suffix(".inputs.safetensors"))
+    result = {name: each.detach() for name, each in model(*args).items()}
+    losses = train(model.train(), [(args, {})] * 2, optimizer_of("adamw", model, 1e-3))
+    calls = [
+        ["run", str(file), "--json", "--steps", "2"],
+        ["run", f"{__file__}:target", "--plan", str(tmp_path / "plan.sbpc"), "--json", "--steps", "2"],
+        ["run", str(file), "--infer", "--json", "--output", str(out)],
+    ]
+    found = [json.loads(run_ranks(command, 2, *call)[0]) for call in calls]
+    assert found[0]["losses"] == pytest.approx(losses, rel=1e-10) and found[1]["losses"] == found[0]["losses"]
+    for name, each in read_tensors(out).items():
+        torch.testing.assert_close(each[0], [*result.values()][int(name)], rtol=1e-10, atol=1e-10)

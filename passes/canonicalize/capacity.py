@@ -21,8 +21,8 @@ from sbpc.graph.operands import ancestors, operands, outputs_of, value_of
 from sbpc.graph.rewrite import Writer, copied, drop_unused, mode_of
 from sbpc.mesh.routing import exact
 from sbpc.passes.canonicalize.expert_rows import copies, sort_of
+from sbpc.rules.local_rows import SORTS
 from sbpc.rules.ops.expert_rows import WITHIN
-from sbpc.rules.own_rows import SORTS
 from sbpc.rules.shared_rows import BY_PLACE, PRODUCT, grouped_rows
 
 aten = torch.ops.aten

@@ -12,8 +12,8 @@ from torch.fx import GraphModule, Node
 from sbpc.graph.expert_rows import GATHER, SCATTER
 from sbpc.graph.operands import ancestors, operands, value_of
 from sbpc.graph.rewrite import Writer, drop_unused, mode_of
+from sbpc.rules.local_rows import SORTS, VIEWS, ascends, behind
 from sbpc.rules.match import overloads
-from sbpc.rules.own_rows import SORTS, VIEWS, ascends, behind
 from sbpc.rules.registry import match_of
 from sbpc.rules.shared_rows import ALIAS, PRODUCT, Key, Rows, grouped_rows
 

@@ -21,7 +21,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import is_ordered
 from sbpc.passes.loop.recompute import block_of
 from sbpc.plans.staged.estimate import best_steps
-from sbpc.rules.own_rows import CASTS, SORTS, VIEWS, behind
+from sbpc.rules.local_rows import CASTS, SORTS, VIEWS, behind
 from sbpc.rules.sum_types import narrows
 
 Places = dict[Node, int]

@@ -47,7 +47,7 @@ def scatter_add_local(shard: Shard, lookup: Lookup) -> Any:
 
 
 def sorting(given: Arguments, outputs: Any) -> str | None:
-    """That of a scan; of one dim a rank's own part may be sorted, see `sbpc.rules.own_rows`."""
+    """That of a scan; of one dim a rank's own part may be sorted, see `sbpc.rules.local_rows`."""
     found = scan()(given, outputs)
     assert isinstance(found, str)
     return "a -> a, a ; fix a ; idx a" if given["self"].dim() == 1 else found
