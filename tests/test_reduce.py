@@ -98,7 +98,8 @@ class Llama(nn.Module):
 
 
 DEEP: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
-    "gpt2": functools.partial(models.gpt2, batch=256, seq=8, vocab=64, width=32, heads=8),
+    "gpt2": functools.partial(models.gpt2, batch=64, seq=8, vocab=64, width=32, heads=8),
+    "gpt2, many rows": functools.partial(models.gpt2, batch=256, seq=8, vocab=64, width=32, heads=8),
     "llama": lambda: (Llama(), (torch.randint(0, hf_models.VOCAB, (64, 12)),)),
     "conv-net": functools.partial(models.resnet, batch=64, channels=8),
     "mixture": lambda: (Mixture(16, 32, 8, 2, 4), (torch.randn(64, 8, 16),)),
@@ -106,11 +107,12 @@ DEEP: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 MEGATRON, SEQUENCE = "megatron", "megatron+sp"
 MICRO, STAGES = {"microbatches": 8}, {"microbatches": 8, "stages": "p"}
 SPLITS: dict[str, tuple[str, str | None, dict[str, Any], tuple[dict[str, int], ...]]] = {
-    "gpt2, data": ("gpt2", "data", {}, ({"d": 2}, {"d": 16}, {"d": 64}, {"d": 4, "e": 4}, {"d": 256})),
-    "gpt2, tensor": ("gpt2", MEGATRON, {}, ({"d": 2, "t": 2}, {"d": 2, "t": 8}, {"d": 8, "t": 8})),
-    "gpt2, sequence": ("gpt2", SEQUENCE, {}, ({"d": 2, "t": 2}, {"d": 2, "t": 8}, {"d": 8, "t": 8})),
-    "gpt2, micro-batches": ("gpt2", "data", MICRO, ({"d": 2}, {"d": 16})),
-    "gpt2, stages": ("gpt2", "data", STAGES, ({"p": 2, "d": 2}, {"p": 2, "d": 16})),
+    "gpt2, data": ("gpt2", "data", {}, ({"d": 2}, {"d": 16}, {"d": 64}, {"d": 4, "e": 4})),
+    "gpt2, many ranks": ("gpt2, many rows", "data", {}, ({"d": 1}, {"d": 16}, {"d": 64}, {"d": 256})),
+    "gpt2, tensor": ("gpt2, many rows", MEGATRON, {}, ({"d": 2, "t": 2}, {"d": 2, "t": 8}, {"d": 8, "t": 8})),
+    "gpt2, sequence": ("gpt2, many rows", SEQUENCE, {}, ({"d": 2, "t": 2}, {"d": 2, "t": 8}, {"d": 8, "t": 8})),
+    "gpt2, micro-batches": ("gpt2, many rows", "data", MICRO, ({"d": 2}, {"d": 16})),
+    "gpt2, stages": ("gpt2, many rows", "data", STAGES, ({"p": 2, "d": 2}, {"p": 2, "d": 16})),
     "llama, data": ("llama", "data", {}, ({"d": 2}, {"d": 16}, {"d": 64})),
     "llama, tensor": ("llama", MEGATRON, {}, ({"d": 2, "t": 2}, {"d": 8, "t": 4})),
     "conv-net, data": ("conv-net", "data", {}, ({"d": 2}, {"d": 16}, {"d": 64})),
