@@ -20,17 +20,7 @@ from sbpc.graph.ports import PARAMETER
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import layout_of_rows
-from sbpc.plans.options import (
-    BYTES,
-    ERROR,
-    GATHERED,
-    OBJECTIVES,
-    OPTIMIZER_STATE,
-    OVERFLOWS,
-    RECOMPUTE,
-    REDUCTIONS,
-    Options,
-)
+from sbpc.plans.options import BYTES, ERROR, Options
 from sbpc.plans.staged.schedules import chunks_in
 
 KEYWORDS = [each for each in dataclasses.fields(Options) if each.metadata]  # of `sbpc.plan`
@@ -73,20 +63,7 @@ def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
         raise TypeError(f"there is no option {unknown[0]!r}\n  Options are {', '.join(names)}.")
     known = SimpleNamespace(**{each.name: each.default for each in KEYWORDS} | asked)
     check_kinds(
-        optimizer=(known.optimizer, "a text", "None"),
-        pin=(known.pin, "a mapping whose keys are texts", "None"),
-        inputs=(known.inputs, "a text", "a list", "None"),
-        outputs=(known.outputs, "a text", "a list", "None"),
-        overflow=(known.overflow, "a text"),
-        recompute=(known.recompute, "a text"),
-        reduce=(known.reduce, "a text"),
-        gather=(known.gather, "a text"),
-        objective=(known.objective, "a text"),
-        spread=(known.spread, "True or False"),
-        masters=(known.masters, "True or False", "None"),
-        schedule=(known.schedule, "a text", "None"),
-        cuts=(known.cuts, "a list", "None"),
-        stages=(known.stages, "a text", "None"),
+        **{each.name: (getattr(known, each.name), *kinds) for each in KEYWORDS if (kinds := each.metadata["kinds"])}
     )
     layouts = [(f"pin {name!r}", layout) for name, layout in (known.pin or {}).items()]
     layouts += [
@@ -113,17 +90,10 @@ def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
             raise SbpcError(f"{name} is {shown(times)}\n  It is a multiple of the mean, a number from 1 on.")
     if known.overflow != ERROR and known.capacity is None:
         raise SbpcError(f"overflow={known.overflow!r} without capacity=\n  Say how many rows are not too many.")
-    for name, words in (
-        ("recompute", RECOMPUTE),
-        ("overflow", OVERFLOWS),
-        ("reduce", REDUCTIONS),
-        ("gather", GATHERED),
-    ):
-        if getattr(known, name) not in words:
-            raise SbpcError(f"{name} is {shown(getattr(known, name))}\n  It is one of {', '.join(map(repr, words))}.")
-    for name, among in (("optimizer", OPTIMIZER_STATE), ("objective", OBJECTIVES)):
-        if getattr(known, name) not in among:
-            raise SbpcError(f"no {name} {getattr(known, name)!r} is known\n  Known are {', '.join(map(repr, among))}.")
+    for each in KEYWORDS:
+        value, among = getattr(known, each.name), each.metadata["among"]
+        if among and value not in among:
+            raise SbpcError(f"{each.name} is {shown(value)}\n  It is one of {', '.join(map(repr, among))}.")
     if known.memory is not None and (not is_number(known.memory, (int, float)) or not known.memory > 0):
         raise SbpcError(f"memory is {shown(known.memory)}\n  It is the bytes that a rank has, a positive number.")
     options = Options(**asked)

@@ -4,7 +4,7 @@ fields."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +25,10 @@ ERROR, DROP = OVERFLOWS = "error", "drop"
 NONE, SELECTIVE, FULL, AUTO = RECOMPUTE = "none", "selective", "full", "auto"
 
 
-def option(default: Any, doc: str) -> Any:
-    """Returns a field that is a keyword of `sbpc.plan`. doc: what help() says of it."""
-    return dataclasses.field(default=default, metadata={"doc": doc})
+def option(default: Any, doc: str, *kinds: str, among: Iterable[Any] = ()) -> Any:
+    """Returns a field that is a keyword of `sbpc.plan`. doc: what help() says of it. kinds: what it may be, see
+    `sbpc.errors.check_kinds`; none where it is checked otherwise. among: all values that it may have."""
+    return dataclasses.field(default=default, metadata={"doc": doc, "kinds": kinds, "among": tuple(among)})
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,9 @@ class Options:
         "adamw",
         'whose state counts as memory: "adamw", "adam" (2 tensors for each parameter), "momentum" (1), "sgd", None '
         "(0).",
+        "a text",
+        "None",
+        among=OPTIMIZER_STATE,
     )
     memory: float | None = option(
         None,
@@ -57,6 +61,8 @@ class Options:
         'or a pattern such as "*.up.weight". "S(0)@tensor" leaves the other axes free, "B@data, S(1)@tensor" names '
         'two, "S(0)@tensor>data" cuts over tensor first, "[B, S(0)]" is all axes in the order of the mesh. "S(0)" '
         "will do on a mesh of one axis. A `sbpc.Layout` is taken too.",
+        "a mapping whose keys are texts",
+        "None",
     )
     inputs: str | Sequence[str | Layout | None] | None = option(
         None,
@@ -67,6 +73,9 @@ class Options:
         'are those of one device: the whole batch. Or a list with one layout, or None, for each tensor: ["S(0)@data", '
         "None], each rank then gives its shard; axes that it does not name are B. Without, inputs and outputs are "
         "whole on every rank.",
+        "a text",
+        "a list",
+        "None",
     )
     outputs: str | Sequence[str | Layout | None] | None = option(
         None,
@@ -74,13 +83,18 @@ class Options:
         "rows of what has the rows of the batch, and all else whole, unless this is a list. What you make of your rows "
         "outside of the plan counts as a sum over the ranks: of a mean of your own over them, backward gives the sum "
         "of the gradients of all ranks' means.",
+        "a text",
+        "a list",
+        "None",
     )
-    spread: bool = option(False, "store inputs, parameters and outputs exactly once over the ranks.")
+    spread: bool = option(False, "store inputs, parameters and outputs exactly once over the ranks.", "True or False")
     objective: str = option(
         SECONDS,
         '"seconds", where collectives run beside computing; "serial", where they do not; or "bytes", which counts '
         "what the busiest rank sends and nothing else. With spread=True a single product then attains the tight lower "
         "bound on the best mesh (tests/matmul_bound.py).",
+        "a text",
+        among=OBJECTIVES,
     )
     dynamic: Mapping[str, Any] | None = option(
         None,
@@ -124,6 +138,8 @@ class Options:
         'the axis of the mesh along which the model is cut into stages of a pipeline, such as "pipe": `plan.chunks` '
         "are its pieces, and layouts are those on the other axes. None is no pipeline. With stages, microbatches is "
         "by default the largest divisor of the batch up to four for each stage.",
+        "a text",
+        "None",
     )
     schedule: str | None = option(
         None,
@@ -133,11 +149,15 @@ class Options:
         "chunk before the next, so that its gradients are on their way home for longer, and what later chunks gather "
         'comes beside earlier ones). It is taken as it is. None is "1f1b", for a loop without stages "breadth-first" '
         "where the simulated step is shorter by 2 % so, and fits.",
+        "a text",
+        "None",
     )
     cuts: Sequence[str] | None = option(
         None,
         "where the chunks of a model in stages begin, as `plan.cuts` says it of another plan: the name of the first "
         "parameter of each but the first. Plans of one module are to be cut alike. None is where stages are even.",
+        "a list",
+        "None",
     )
     recompute: str = option(
         NONE,
@@ -146,6 +166,8 @@ class Options:
         'but the inputs of each block; "auto", nothing where `memory` allows it, else what makes the fastest plan '
         'that fits. A block is a module such as "layers.3", or a child of a model without such. '
         "`plan.cost.recompute_seconds` tells what that takes.",
+        "a text",
+        among=RECOMPUTE,
     )
     reduce: str = option(
         FLOAT32,
@@ -159,12 +181,16 @@ class Options:
         "beside others keeps digits (the loss of a small GPT after 1,000 steps was 0.7 % higher from one seed, as high "
         "from another). "
         "Partial sums of activations, as in tensor parallelism, are taken in the type of the activations.",
+        "a text",
+        among=REDUCTIONS,
     )
     gather: str = option(
         AS_STORED,
         'how parameters of float32 cross links: "as stored", or as they are cast before; or "int8" or "float8", in 8 '
         "bits where that is faster, as gradients by `reduce`: what a step reads is then rounded, what is stored and "
         "trained is not (the loss of a small GPT was 1.2 % higher for it after 1,000 steps).",
+        "a text",
+        among=GATHERED,
     )
     masters: bool | None = option(
         None,
@@ -173,6 +199,8 @@ class Options:
         "module, their gradients and the optimizer's state are then in float32, and `sbpc.Checkpoints` saves them so; "
         "`state_dict()` gives copies in the model's types, and `load_state_dict` takes either. None is True for a step "
         "that trains with an optimizer. A plan of an evaluation needs none beside one with masters.",
+        "True or False",
+        "None",
     )
     capacity: float | None = option(
         None,
@@ -186,6 +214,8 @@ class Options:
         'counts; or "drop", each expert takes capacity times the mean of all experts at most, the first ones of the '
         "batch, and adds nothing to the tokens of others (Lepikhin et al. 2020, GShard): the numbers are others then, "
         "the same on any mesh.",
+        "a text",
+        among=OVERFLOWS,
     )
     routing: float = option(
         1.0,
