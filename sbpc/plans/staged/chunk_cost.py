@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.fx import Node
@@ -22,6 +24,8 @@ from sbpc.plans.staged.part_memory import ADDED, GATHERED, HOME, LEFT, SAVED, Ki
 from sbpc.plans.staged.schedules import FORWARD, WEIGHTS, piece_of
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
 from sbpc.plans.timeline import COMPUTE, Left, Work, bucket_of, busy_seconds, makespan, played, timeline, works
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -66,111 +70,127 @@ class ProgramCost:
         )
 
 
-@dataclass(frozen=True)
-class ChunkCost:
-    """What a chunk costs on the busiest rank.
+def once(method: Method) -> Method:
+    """Keeps what a method of a `ChunkCost` returns, by its arguments, for it and its copies."""
 
-    homes: bytes by parameter. trained: of trained ones. buffers: of these, and of the seed of random numbers. held:
-    the bytes of a kind that stays while other programs run, see `kept_by`, or of what
-    comes late of some parts, whose gradients may be the first ones; a program that brings the first gradients
-    home keeps no sums but those that are LEFT. program: by parts of a step, what the program costs that runs these.
-    run: by parts, by what their messages are called, and by what is on its way before, the seconds that this takes
-    and what is on its way then; of a piece of them where they name one, see `piece_of`. late: by parts and piece of
-    what comes late the messages that this waits for. early: by parts whether something of their program comes early.
+    @functools.wraps(method)
+    def kept(self: ChunkCost, *args: Hashable) -> Any:
+        key = method.__name__, args
+        if key not in self.known:
+            self.known[key] = method(self, *args)
+        return self.known[key]
+
+    return kept  # type: ignore[return-value]
+
+
+class ChunkCost:
+    """What a chunk costs on the busiest rank, measured by its programs when it is asked.
+
+    homes: bytes by parameter. trained: of trained ones. buffers: of these, and of the seed of random numbers.
     """
 
-    homes: dict[str, int]
-    trained: int
-    buffers: int
-    held: Callable[[Kind], int]
-    program: Callable[[Parts], ProgramCost]
-    rise: Callable[[Parts, bool], tuple[int, int]]
-    adds: Callable[[], float]
-    run: Callable[[Parts, Hashable, Left], tuple[float, Left]]
-    late: Callable[[Parts], Sequence[frozenset[str]]]
-    early: Callable[[Parts], bool]
+    def __init__(self, programs: ChunkPrograms) -> None:
+        chunk = programs.chunk
+        stored = {port: bytes_at(value, chunk.given[port], chunk.mesh) for port, value in chunk.shapes.items()}
+        self.programs, self.known = programs, dict[Hashable, Any]()
+        self.homes = {port.name: size for port, size in stored.items() if port.kind == PARAMETER}
+        self.buffers = sum(size for port, size in stored.items() if port.kind in (BUFFER, SEED))
+        self.trained = sum(self.homes[port.name] for port in chunk.ports.outputs if port.kind == GRADIENT)
+
+    @once
+    def program(self, which: Parts) -> ProgramCost:
+        """Returns what the program costs that runs some parts of a step."""
+        if (runs := self.programs.of(which)) != which:
+            return self.program(runs)
+        return ProgramCost.of(self.programs, which) if which else ProgramCost()
+
+    @once
+    def held(self, kind: Kind) -> int:
+        """Returns the bytes of a kind that stays while other programs run, see `kept_by`, or of what comes late of
+        some parts, whose gradients may be the first ones."""
+        if isinstance(kind, str):
+            return int(self.kept()[kind])
+        which, first = kind
+        if first and not self.begins(which):
+            return self.held((which, False))
+        life, storages = in_flight(self.programs, which, self.programs.program(which, not first))
+        return sum(map(life.size.__getitem__, storages))
+
+    @once
+    def kept(self) -> dict[str, int]:
+        """Returns the bytes of all kinds."""
+        mesh = self.programs.chunk.mesh
+        return kept_by(
+            self.programs, lambda life: life.size, lambda node: bytes_at(node.meta["val"], layout_at(node), mesh)
+        )
+
+    @once
+    def rise(self, which: Parts, first: bool) -> tuple[int, int]:
+        """Returns what `part_memory.rise` does. first: whether the gradients of these parts may be the first ones: a
+        program that brings such home keeps no sums but those that are LEFT."""
+        if first and not self.begins(which):
+            return self.rise(which, False)
+        return rise(self.programs, which, self.programs.program(which, not first))
+
+    def begins(self, which: Parts) -> bool:
+        """Returns whether some parts make gradients, which may then be the first ones."""
+        return which == PARTS or bool(self.programs.makes(which))
+
+    @once
+    def adds(self) -> float:
+        """Returns the seconds of adding gradients to their sums."""
+        return compute_totals(Counter(map(sum_kernel, self.programs.summed)), self.programs.chunk.mesh)[0]
+
+    @once
+    def run(self, which: Parts, owner: Hashable, before: Left) -> tuple[float, Left]:
+        """Returns the seconds of a program, or of a piece of it (see `piece_of`), and what is on its way then. owner:
+        what its messages are called by. before: what is on its way before."""
+        work = self.work_of(self.programs.of(which), piece_of(which)[1]) if which else {}
+        return played(work, self.programs.chunk.mesh, owner, before)[1:]
+
+    @once
+    def work_of(self, which: Parts, piece: int) -> dict[Node, Work]:
+        """Returns the work of a piece of a program."""
+        gm = self.programs.program(which).gm
+        piece_at = pieces_in(gm)
+        return {
+            node: work for node, work in works(gm, self.programs.chunk.mesh).items() if piece_at.get(node, 0) == piece
+        }
+
+    @once
+    def late(self, which: Parts) -> Sequence[frozenset[str]]:
+        """Returns by piece of what comes late the messages that it waits for."""
+        if not self.programs.of(which):
+            return ()
+        program = self.programs.program(which)
+        found = [set[str]() for _ in program.late]
+        for node, piece in pieces_in(program.gm).items():
+            if "awaits" in node.meta:  # which nothing does that comes early
+                found[piece - 1].add(bucket_of(node.all_input_nodes[0]))
+        return list(map(frozenset, found))
+
+    def early(self, which: Parts) -> bool:
+        """Returns whether something of the program of some parts comes early."""
+        return bool(self.programs.of(which) and self.programs.program(which).early)
 
     def parted(self, which: Parts) -> bool:
         """Returns whether a program runs in pieces."""
         return self.early(which) or bool(self.late(which))
 
-    @classmethod
-    def of(cls, programs: ChunkPrograms) -> ChunkCost:
-        """Measures a chunk by its programs."""
-        chunk = programs.chunk
-        stored = {port: bytes_at(value, chunk.given[port], chunk.mesh) for port, value in chunk.shapes.items()}
-        homes = {port.name: size for port, size in stored.items() if port.kind == PARAMETER}
-        buffers = sum(size for port, size in stored.items() if port.kind in (BUFFER, SEED))
-        trained = sum(homes[port.name] for port in chunk.ports.outputs if port.kind == GRADIENT)
-
-        @functools.cache
-        def kept() -> dict[str, int]:
-            return kept_by(
-                programs, lambda life: life.size, lambda node: bytes_at(node.meta["val"], layout_at(node), chunk.mesh)
-            )
-
-        @functools.cache
-        def program(which: Parts) -> ProgramCost:
-            return ProgramCost.of(programs, which) if which else ProgramCost()
-
-        @functools.cache
-        def most(which: Parts, first: bool) -> tuple[int, int]:
-            return rise(programs, which, programs.program(which, not first))
-
-        @functools.cache
-        def waiting(which: Parts, first: bool) -> int:
-            life, storages = in_flight(programs, which, programs.program(which, not first))
-            return sum(map(life.size.__getitem__, storages))
-
-        def begins(which: Parts, first: bool) -> bool:
-            return first and (which == PARTS or bool(programs.makes(which)))
-
-        @functools.cache
-        def work_of(which: Parts, piece: int) -> dict[Node, Work]:
-            gm = programs.program(which).gm
-            piece_at = pieces_in(gm)
-            return {node: work for node, work in works(gm, chunk.mesh).items() if piece_at.get(node, 0) == piece}
-
-        @functools.cache
-        def run(which: Parts, owner: Hashable, before: Left) -> tuple[float, Left]:
-            work = work_of(programs.of(which), piece_of(which)[1]) if which else {}
-            return played(work, chunk.mesh, owner, before)[1:]
-
-        def waits(which: Parts) -> list[frozenset[str]]:
-            found = [set[str]() for _ in programs.program(which).late]
-            for node, piece in pieces_in(programs.program(which).gm).items():
-                if "awaits" in node.meta:  # which nothing does that comes early
-                    found[piece - 1].add(bucket_of(node.all_input_nodes[0]))
-            return list(map(frozenset, found))
-
-        def adds() -> float:
-            return compute_totals(Counter(map(sum_kernel, programs.summed)), chunk.mesh)[0]
-
-        return cls(
-            homes,
-            trained,
-            buffers,
-            lambda kind: int(kept()[kind]) if isinstance(kind, str) else waiting(kind[0], begins(*kind)),
-            lambda which: program(programs.of(which)),
-            lambda which, first: most(which, begins(which, first)),
-            functools.cache(adds),
-            run,
-            functools.cache(lambda which: waits(which) if programs.of(which) else []),
-            lambda which: bool(programs.of(which) and programs.program(which).early),
-        )
-
 
 def costs_of(chunks: Sequence[Chunk], in_loop: Container[Port], programs: Sequence[ChunkPrograms]) -> list[ChunkCost]:
     """Returns what chunks of one model cost. Those that are alike, as equal blocks are, are measured once."""
     if len(chunks) == 1:
-        return [ChunkCost.of(programs[0])]
+        return [ChunkCost(programs[0])]
     known, costs, numbers = dict[Hashable, ChunkCost](), list[ChunkCost](), Numbers()
     for at, chunk in enumerate(chunks):
         key = likeness(chunk, in_loop, numbers)
         if key not in known:
-            known[key] = ChunkCost.of(programs[at])
+            known[key] = ChunkCost(programs[at])
         names = [port.name for port in chunk.ports.inputs if port.kind == PARAMETER]
-        costs.append(replace(known[key], homes=dict(zip(names, known[key].homes.values(), strict=True))))
+        cost = copy.copy(known[key])
+        cost.homes = dict(zip(names, cost.homes.values(), strict=True))
+        costs.append(cost)
     return costs
 
 
@@ -208,40 +228,48 @@ def likeness(chunk: Chunk, in_loop: Container[Port], numbers: Numbers) -> Hashab
     return tuple(map(about, chunk.bare.graph.nodes)), tuple(ends)
 
 
-def together(costs: Sequence[ChunkCost]) -> ChunkCost:
-    """Returns the cost of pieces of a model that run one after the other, and back again."""
+class JoinedCost(ChunkCost):
+    """What pieces of a model cost that run one after the other, and back again."""
 
-    @functools.cache
-    def program(which: Parts) -> ProgramCost:
-        each = [cost.program(which) for cost in costs]
+    def __init__(self, costs: Sequence[ChunkCost]) -> None:
+        self.costs, self.known = costs, dict[Hashable, Any]()
+        self.homes = {"": sum(sum(cost.homes.values()) for cost in costs)}
+        self.trained = sum(cost.trained for cost in costs)
+        self.buffers = sum(cost.buffers for cost in costs)
+
+    @once
+    def program(self, which: Parts) -> ProgramCost:
+        each = [cost.program(which) for cost in self.costs]
         seconds = sum(one.seconds for one in each)
         for side, main in ((BEFORE, FORWARD), (AFTER, WEIGHTS)):
             if side in which and main in which:
-                seconds = beside(costs, which, side)
+                seconds = beside(self.costs, which, side)
         sent = sum((one.sent for one in each), Counter[str]())
         names = "busy", "compute", "comm", "flops", "flops_one_device", "again", "flops_again"
         return ProgramCost(seconds, sent=sent, **{name: sum(getattr(one, name) for one in each) for name in names})
 
-    @functools.cache
-    def most(which: Parts, first: bool) -> tuple[int, int]:
+    @once
+    def held(self, kind: Kind) -> int:
+        return sum(cost.held(kind) for cost in self.costs)
+
+    @once
+    def rise(self, which: Parts, first: bool) -> tuple[int, int]:
         kinds = {SAVED: FORWARD in which, GATHERED: BEFORE in which, HOME: AFTER in which}
         kinds[LEFT if AFTER in which else ADDED] = first and WEIGHTS in which
-        left = [sum(cost.held(kind) for kind, stays in kinds.items() if stays) for cost in costs]
-        return sum(left) + max(cost.rise(which, first)[0] - stays for cost, stays in zip(costs, left)), 0
+        left = [sum(cost.held(kind) for kind, stays in kinds.items() if stays) for cost in self.costs]
+        return sum(left) + max(cost.rise(which, first)[0] - stays for cost, stays in zip(self.costs, left)), 0
 
-    homes = {"": sum(sum(cost.homes.values()) for cost in costs)}
-    return ChunkCost(
-        homes,
-        sum(cost.trained for cost in costs),
-        sum(cost.buffers for cost in costs),
-        functools.cache(lambda kind: sum(cost.held(kind) for cost in costs)),
-        program,
-        most,
-        lambda: sum(cost.adds() for cost in costs),
-        lambda which, owner, before: (program(which).seconds, ()),
-        lambda which: (),
-        lambda which: False,
-    )
+    def adds(self) -> float:
+        return sum(cost.adds() for cost in self.costs)
+
+    def run(self, which: Parts, owner: Hashable, before: Left) -> tuple[float, Left]:
+        return self.program(which).seconds, ()
+
+    def late(self, which: Parts) -> Sequence[frozenset[str]]:
+        return ()
+
+    def early(self, which: Parts) -> bool:
+        return False
 
 
 def beside(costs: Sequence[ChunkCost], which: Parts, side: str) -> float:

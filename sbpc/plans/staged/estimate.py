@@ -14,7 +14,7 @@ from sbpc.errors import PlanError
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.options import Options
 from sbpc.plans.plan import Plan
-from sbpc.plans.staged.chunk_cost import ChunkCost, together
+from sbpc.plans.staged.chunk_cost import ChunkCost, JoinedCost
 from sbpc.plans.staged.pipeline_cost import RUNS, Pipeline
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, Arrival, owners
 
@@ -61,7 +61,7 @@ def repeated(
         raise PlanError(f"{chunks} chunks of a model of {len(row)} blocks\n  Give fewer stages.")
     seconds = [sum(part.program(RUNS[kind]).seconds for kind in (FORWARD, BACKWARD)) for part in plan.chunk_costs]
     ends = even_ends([seconds[at] for at in row], chunks)
-    joined = functools.cache(lambda blocks: together([plan.chunk_costs[at] for at in blocks]))
+    joined = functools.cache(lambda blocks: JoinedCost([plan.chunk_costs[at] for at in blocks]))
     parts = [joined(tuple(row[a:b])) for a, b in itertools.pairwise(ends)]
     arrivals: list[list[Arrival]] = [[] for _ in parts]
     for chunk, at in enumerate(row[end - 1] for end in ends[1:-1]):
