@@ -36,13 +36,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "BufferAOTInput", "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode",
     "GradAOTOutput", "HigherOrderOperator", "InputMutationAOTOutput", "LazyGraphModule", "OpOverload", "ParamAOTInput",
     "PlainAOTInput", "PlainAOTOutput", "StridedShard", "TangentAOTInput", "TorchDispatchMode",
-    "UnsupportedOperatorException", "enable_python_dispatcher", "tree_leaves", "tree_map",
+    "UnsupportedOperatorException", "enable_python_dispatcher", "tree_leaves", "tree_map", "without_modes",
 ]  # fmt: skip
 """What is handed on as it is; the functions below are for whoever imports them."""
 
@@ -312,6 +313,13 @@ def compile_id() -> tuple[int, int]:
     return (current.frame_id, current.frame_compile_id) if current is not None else (0, 0)
 
 
+def compiled_enough(times: int) -> bool:
+    """Whether dynamo compiles a function no more often; then has it raise where it would run one as it is written."""
+    config: Any = torch._dynamo.config
+    config.fail_on_recompile_limit_hit |= (enough := times >= config.recompile_limit)
+    return enough
+
+
 def fsdp_param() -> type:
     """Returns the class of which `fully_shard` makes one for each parameter."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -326,9 +334,7 @@ def outside_dynamo() -> contextlib.AbstractContextManager[Any]:
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
     """Writes an artifact into torch's structured trace (TORCH_TRACE), which tlparse shows; the payload is made only
-    if there is one.
-
-    Without a trace torch has a handler that has no folder, and makes payloads until it is first used.
+    if there is one. Without a trace torch has a handler that has no folder, and makes payloads until it is first used.
     """
     from torch._logging._internal import trace_log, trace_structured_artifact
 
@@ -344,9 +350,8 @@ def has_kernel(op: OpOverload, device: str) -> bool:
 def inductor_compile(gm: torch.fx.GraphModule, examples: list[Any]) -> Any:
     """Compiles a graph by Inductor to a function of one list, which it empties. The imports wait until here.
 
-    GmWrapper is torch's way to hand over arguments as such a list. Inductor may not reorder the nodes: in a graph
-    without autograd it moves every node next to its first use. In a backward that moves the gradients of all weights
-    to the end, and everything that they are computed from stays in memory until then.
+    GmWrapper is torch's way to hand over arguments as such a list. Inductor may not reorder the nodes: it would move
+    the gradients of all weights to the end, and what they are computed from would stay in memory until then.
     """
     from torch._dynamo.utils import GmWrapper
     from torch._inductor.compile_fx import compile_fx

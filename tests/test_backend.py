@@ -206,3 +206,33 @@ def test_options_that_there_are_not_are_refused_with_those_that_there_are() -> N
         checked({"mesh": sbpc.Mesh(data=2), "plans": 0})
     with pytest.raises(sbpc.SbpcError, match="the option mesh is None"):
         checked({})
+
+
+def of_three_batches(compile: Any) -> tuple[Any, list[float]]:
+    """A model, compiled, and its losses of batches of two sizes."""
+    torch.manual_seed(0)
+    module = compile(models.mlp()[0])
+    return module, [module(torch.randn(rows, 24)).item() for rows in (4, 6, 4)]
+
+
+def beyond_the_limit() -> tuple[list[float], str, str]:
+    """Losses of two sizes where dynamo compiles a function twice, what is said meanwhile, and of a third size."""
+    torch._dynamo.config.recompile_limit = 2
+    said: list[str] = []
+    logging.getLogger("sbpc").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    compile = partial(torch.compile, backend="sbpc", dynamic=False, options={"mesh": sbpc.Mesh(data=2)})
+    compiled, found = of_three_batches(compile)
+    try:
+        compiled(*models.mlp(batch=8)[1])
+    except Exception as error:
+        return found, said[-1], f"{type(error).__name__}: {error}"
+    return found, said[-1], "nothing"
+
+
+def test_what_dynamo_compiles_no_more_is_an_error() -> None:
+    for found, said, error in run_ranks(beyond_the_limit, 2):
+        assert found == pytest.approx(of_three_batches(lambda model: model)[1])
+        assert said.startswith("graph 0 is planned for the 2. time, and dynamo compiles a function no more often.")
+        assert said.endswith("torch._dynamo.config.recompile_limit = 4.")
+        assert error.startswith("FailOnRecompileLimitHit: ")

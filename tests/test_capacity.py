@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +152,41 @@ def test_prices_follow_the_rows_that_are_expected() -> None:
     assert len({cost.flops_one_device for cost in costs}) == len({str(cost.memory) for cost in costs}) == 1
     for cost in costs:
         assert cost.subs() == pytest.approx(cost.compute_seconds + cost.comm_seconds)
+
+
+def stopped_in_stages(plan: Plan, folder: str) -> tuple[str, float]:
+    """What this rank says of a step whose rows are too many for the first stage, and after how many seconds. The
+    ranks of that one live on until all have said something."""
+    torch.manual_seed(0)
+    module = sbpc.parallelize(Layers(2).double(), plan)
+    module.step(*batch())
+    begun, said = time.monotonic(), "nothing"
+    try:
+        module.step(*batch("the last ones idle"))
+    except SbpcError as error:
+        said = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - begun
+    Path(folder, os.environ["RANK"]).touch()
+    while len(list(Path(folder).iterdir())) < 4:
+        time.sleep(0.1)
+    return said, seconds
+
+
+def test_other_stages_stop_where_one_has_too_many_rows(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    pin = {f"_grouped_mm{at}": "R(0)" for at in ("", "_1", "_2", "_3")} | {"*experts*": "S(0)"}
+    options: dict[str, Any] = {"stages": "pipe", "microbatches": 2, "schedule": "1f1b", "capacity": 1.6}
+    plan = sbpc.plan(Layers(2).double(), batch(), Mesh(pipe=2, expert=2), pin=pin, **options)
+    found = run_ranks(stopped_in_stages, 4, plan, str(tmp_path), seconds=90)
+    assert all(said.startswith("RoutingError: rank 0 of 2 gets 48 of 48 rows of experts") for said, _ in found[:2]), (
+        found
+    )
+    for said, seconds in found[2:]:
+        first = (
+            r"LostRankError: rank [01] of stage 0 has stopped in call 2 of plan 0, forward and backward: RoutingError: "
+        )
+        assert re.match(first + "rank 0 of 2 gets 48 of 48 rows of experts in layers.0", said), found
+        assert seconds < 20, found
 
 
 def dropping(model: Routed, x: Tensor, favour: Tensor, capacity: float) -> Tensor:

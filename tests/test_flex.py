@@ -217,9 +217,6 @@ def test_what_no_text_can_say_is_refused_with_what_to_do() -> None:
     assert "register_buffer" in message
     message = refusal(call(score_mod=lambda score, b, h, q, kv: score + torch.ones(2)))
     assert "gives torch.Size([2]), not one number" in message
-    blocks = torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 2, dtype=torch.int32)
-    message = refusal(call(block_mask=flex.BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=4)))
-    assert message.startswith("flex_attention is given a BlockMask without a mask_mod")
 
 
 FOREIGN = [

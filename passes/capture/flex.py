@@ -3,12 +3,17 @@
 torch itself compiles `flex_attention`, which takes functions, and refuses to train it on CPUs. Here both functions run
 once, on numbers without values, and what they call is written down as text. What they call that depends on no place
 and on no score is done before: its result is a captured tensor, as all others are that they read.
+
+As torch's kernels do, a mask hides what stands in none of its blocks, whatever its `mask_mod` says there, and shows all
+of its full blocks. Those that `create_block_mask` makes in the forward follow from the `mask_mod`; any others are
+written into the text as a captured table.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,13 +23,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sbpc._compat import TorchDispatchMode
+from sbpc._compat import FakeTensor, TorchDispatchMode, without_modes
 from sbpc.graph import flex
 from sbpc.graph.operands import leaves
 from sbpc.passes.capture.source_lines import user_error, user_stack
 
 aten = torch.ops.aten
 MODULE = "torch.nn.attention.flex_attention"
+CREATE = "_create_sparse_block_from_block_mask"  # the last step of create_block_mask
 MADE = ("new_empty", "new_full", "new_ones", "new_zeros", "empty_like", "full_like", "ones_like", "zeros_like")
 PLACED = ("device", "layout", "memory_format", "pin_memory")
 
@@ -36,15 +42,24 @@ def captured() -> Iterator[None]:
     if module is None:  # nobody can call it
         yield
         return
-    kind = type(torch.ops.higher_order.flex_attention)
+    kind, made = type(torch.ops.higher_order.flex_attention), list[tuple[Any, Any]]()
     places: list[tuple[Any, str, Any]] = [
-        (kind, "__call__", call),
+        (kind, "__call__", functools.partial(call, made)),
         (module, "_validate_device", lambda *_: None),  # it refuses gradients on CPUs
         (module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),  # else torch compiles the call
     ]
     masks = sys.modules.get("transformers.masking_utils")
     if hasattr(masks, "fast_all"):  # with which it asks whether it may leave a mask of padding out
         places.append((masks, "fast_all", lambda _: False))
+    create = getattr(module, CREATE, None)
+    if create is not None:  # else all blocks are read
+
+        def created(*args: Any, **kwargs: Any) -> Any:
+            mask = create(*args, **kwargs)
+            made.append((mask.kv_num_blocks, mask.mask_mod))
+            return mask
+
+        places.append((module, CREATE, created))
     before = [getattr(owner, name) for owner, name, _ in places]
     for owner, name, value in places:
         setattr(owner, name, value)
@@ -57,7 +72,7 @@ def captured() -> Iterator[None]:
 
 
 def call(
-    _: Any,
+    made: Sequence[tuple[Any, Any]],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -68,14 +83,13 @@ def call(
     score_buffers: Sequence[Any] = (),
     mask_buffers: Sequence[Any] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the operator of torch gives, statistics as logarithms to the base 2; of its third result nothing."""
+    """What the operator of torch gives, statistics as logarithms to the base 2; of its third result nothing.
+    made: the first tensor of the masks whose blocks follow from a mask_mod, and that."""
     if kernel_options.get("OUTPUT_MAX"):
         raise user_error("flex_attention is asked for max_scores", user_stack(), "Leave them out of its AuxRequest.")
     *_, rows, _, mask_mod = block_mask
-    whole = rows >= 1 << 30  # of the mask that stands for none
-    if is_none(mask_mod) and not whole:
-        what = "flex_attention is given a BlockMask without a mask_mod, whose blocks alone say what is hidden"
-        raise user_error(what, user_stack(), "Make it by create_block_mask, with a mask_mod that hides it.")
+    if rows < 1 << 30 and not any(first is block_mask[2] and mask is bare(mask_mod) for first, mask in made):
+        mask_mod = in_blocks(block_mask, query)
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         low = torch.get_autocast_dtype(kind)
@@ -95,9 +109,47 @@ def call(
     return out, lse / math.log(2), lse.new_empty(0)
 
 
+def bare(mask_mod: Any) -> Any:
+    """The function of a mask, which torch may have wrapped."""
+    return getattr(mask_mod, "fn", mask_mod)
+
+
 def is_none(mask_mod: Any) -> bool:
     """Whether a function hides nothing."""
-    return getattr(mask_mod, "fn", mask_mod) is getattr(sys.modules[MODULE], "noop_mask", None)
+    return bare(mask_mod) is getattr(sys.modules[MODULE], "noop_mask", None)
+
+
+def in_blocks(block_mask: tuple[Any, ...], query: Tensor) -> Callable[..., Tensor]:
+    """The function of a mask that shows what its blocks do, too. block_mask: as `BlockMask.as_tuple` gives it."""
+    _, length, count, at, full_count, full_at, *_, rows, columns, mask_mod = block_mask
+    lists = [pair for pair in ((count, at), (full_count, full_at)) if pair[0] is not None]
+    wide = -(-length // columns)
+    if any(isinstance(x, FakeTensor) for pair in lists for x in pair):
+        partial, *full = (listed(*pair, wide) for pair in lists)
+    else:  # of a mask that was made before: its values are constants
+        with without_modes():
+            tables = [listed(*pair, wide).to(query.device) for pair in lists]
+        partial, *full = map(aten.lift_fresh.default, tables)
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *captured: Any) -> Tensor:
+        place = b, h, q // rows, kv // columns
+
+        def inside(table: Tensor) -> Tensor:
+            return table.squeeze()[tuple(at for at, size in zip(place, table.shape) if size > 1)]
+
+        seen = inside(partial)
+        seen = seen if is_none(mask_mod) else seen & mask_mod(b, h, q, kv, *captured)
+        return seen | inside(full[0]) if full else seen
+
+    return visible
+
+
+def listed(count: Tensor, at: Tensor, columns: int) -> Tensor:
+    """Whether blocks are listed [batches, heads, rows of blocks, columns]: of each row the first `count` of `at`."""
+    valid = torch.arange(at.shape[-1], device=at.device) < count.unsqueeze(-1)
+    places = torch.where(valid, at, columns).long()  # one more than there are
+    table = torch.zeros((*at.shape[:-1], columns + 1), dtype=torch.bool, device=at.device)
+    return table.scatter(-1, places, valid)[..., :columns]
 
 
 def written(

@@ -20,6 +20,8 @@ from torch.fx.node import map_arg
 
 from sbpc._compat import tree_leaves
 from sbpc.errors import RoutingError, VerifyError, at_node, where
+from sbpc.graph.flex import DENSE
+from sbpc.graph.held_bytes import held_bytes
 from sbpc.mesh.states import REDUCE
 from sbpc.rules.strides import laid_out
 
@@ -52,12 +54,15 @@ class PendingCollective:
         return self.rest[-1]
 
 
-def lockstep(programs: Sequence[GraphModule], inputs: Sequence[Sequence[Any]], groups: Groups) -> LockstepResult:
-    """Runs one program per rank.
+def lockstep(
+    programs: Sequence[GraphModule], inputs: Sequence[Sequence[Any]], groups: Groups, gpus: bool = False
+) -> LockstepResult:
+    """Runs one program per rank. gpus: whether it stands for ranks with kernels for what is dense here, so that what
+    those calls hold while they run does not count.
 
     Raises VerifyError where the ranks of a group disagree on a collective, or wait for each other for ever.
     """
-    memory = [Memory() for _ in programs]
+    memory = [Memory(gpus) for _ in programs]
     sent: list[Counter[str]] = [Counter() for _ in programs]
     with torch.no_grad():
         ranks = [run_rank(*each) for each in zip(programs, inputs, memory)]
@@ -100,6 +105,9 @@ def run_rank(
             value = operator.attrgetter(str(node.target))(gm)
         elif node.target in COLLECTIVES:
             value = yield PendingCollective(node, args[0], tuple(args[1:]))
+        elif node.target in DENSE and not memory.gpus:
+            value, held = held_bytes(run_node, (node, args, kwargs))
+            memory.peak = max(memory.peak, memory.live + held)
         else:
             value = run_node(node, args, kwargs)
         values[node] = value
@@ -125,7 +133,8 @@ def run_node(node: Node, args: Any, kwargs: Any) -> Any:
         known = ", ".join(map(str, COLLECTIVES))
         raise VerifyError(at_node(f"{node.target} is not run in lockstep", node, f"Use one of {known}."))
     try:
-        return laid_out(node.target)(*args, **kwargs)
+        target: Any = DENSE.get(node.target) or laid_out(node.target)
+        return target(*args, **kwargs)
     except RoutingError:
         raise
     except Exception as error:
@@ -134,9 +143,11 @@ def run_node(node: Node, args: Any, kwargs: Any) -> Any:
 
 
 class Memory:
-    """The live bytes of one rank and their peak. A storage counts once, however many values share it."""
+    """The live bytes of one rank and their peak. A storage counts once, however many values share it. gpus: as of
+    `lockstep`."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpus: bool = False) -> None:
+        self.gpus = gpus
         self.live = self.peak = 0
         self.holders: Counter[int] = Counter()
 

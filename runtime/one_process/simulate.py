@@ -77,7 +77,7 @@ def simulate(
         return told(plan, model, *LoopSimulation(plan, given).step())
     mesh, inputs = plan.mesh, shards_of(plan, given)
     groups = {mesh.group_name(axes): mesh.groups(axes) for axes in mesh.runs()}
-    run = lockstep([plan.local_at(rank) for rank in range(mesh.ranks)], inputs, groups)
+    run = lockstep([plan.local_at(rank) for rank in range(mesh.ranks)], inputs, groups, mesh.cluster.has_gpus)
     results = {
         port: None if layout is None else layout.whole([out[at] for out in run.outputs], mesh.sizes)
         for at, (port, layout) in enumerate(plan.left.items())
@@ -249,7 +249,7 @@ class LoopSimulation:
 
     def lockstep(self, at: int, graphs: Sequence[Any], given: list[list[Any]]) -> list[Any]:
         """Runs a program of a chunk on all ranks, and counts what it sends and what is alive."""
-        done = lockstep(graphs, given, self.groups)
+        done = lockstep(graphs, given, self.groups, self.inner.cluster.has_gpus)
         self.count(at, given, done.peak_memory)
         for name, sent in done.bytes_sent.items():
             self.sent[self.plan.owners[at]][name.split("::")[-1]] += sent

@@ -58,7 +58,8 @@ class LoopRunner(Runner):
 
     def comparison(self) -> SameCalls:
         whole = [broadcast(self.plan.mesh.axes)] * len(self.inputs)
-        return SameCalls(self.plan.mesh, whole, self.names, self.axis_of_rows)
+        part = f"stage {self.stage}" if self.plan.stages > 1 else ""
+        return SameCalls(self.plan.mesh, whole, self.names, self.axis_of_rows, part)
 
     def names(self) -> list[str]:
         ports = [port for port in self.loop.ports.inputs if port.kind in (INPUT, BUFFER)]

@@ -1,5 +1,5 @@
-"""Say which ranks do not answer when a collective fails: every rank shows in the store that it lives, and what it is
-doing."""
+"""Say which ranks do not answer when a collective fails: every rank shows in the store that it lives, what it is
+doing, and why it has stopped."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import contextlib
 import itertools
 import json
 import os
+import queue
 import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from sbpc._compat import default_store
@@ -31,6 +34,7 @@ FEWER = (
     "without rows."
 )
 GLOO = "/gloo/", "pair closure"  # in the texts of errors of gloo that torch gives no class of their own
+STOPPED = "sbpc/stopped/"  # and what ranks do: the key under which the first one says why it has stopped in that
 LOST = "sbpc/lost"  # the key under which a rank writes those that it has found to be lost
 
 
@@ -38,12 +42,14 @@ class Life:
     """The signs of life of all ranks, and this rank's.
 
     doing: what this rank does, as others will read it. lost: what the ranks did that do not answer any more, once
-    one has found out.
+    one has found out. stopped: what ranks did when another one stopped, and what that says.
     """
 
     def __init__(self) -> None:
         self.rank, self.ranks, self.doing = dist.get_rank(), dist.get_world_size(), "its start"
         self.lost: dict[int, str] = {}
+        self.stopped = "", ""
+        self.waits: queue.SimpleQueue[Callable[[], None]] | None = None
         self.kept_by_rank = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # the store, by rank 0
         self.store = default_store().clone()  # a connection of its own: a wait on the other one would hold up the signs
         self.keys = [f"sbpc/alive/{rank}" for rank in range(self.ranks)]
@@ -57,6 +63,48 @@ class Life:
         self.store.set(self.keys[self.rank], f"{next(self.numbers)} {self.doing}")
         if not self.lost and self.store.check([LOST]):
             self.lost = read(self.store.get(LOST))
+        doing = self.doing
+        if self.store.check([STOPPED + doing]):
+            self.stopped = doing, self.store.get(STOPPED + doing).decode()
+
+    def stop(self, doing: str, said: str) -> None:
+        """Says why this rank has stopped in what all ranks do, unless another one has."""
+        with contextlib.suppress(RuntimeError):
+            self.store.compare_set(STOPPED + doing, "", json.dumps([self.rank, said]))
+            if self.rank == 0 and self.kept_by_rank:
+                time.sleep(2 * BEAT)  # as in `look`
+
+    def other(self) -> LostRankError | None:
+        """Returns the error about another rank that has stopped in what this one does, None if none has."""
+        doing, written = self.stopped
+        if doing != self.doing or not written:
+            return None
+        rank, said = json.loads(written)
+        here = f"  rank {self.rank} waited for others in {doing}"
+        return None if rank == self.rank else LostRankError(f"rank {rank} {said}\n{here}\n{AGAIN}", [rank])
+
+    def wait(self, wait: Callable[[], object]) -> None:
+        """Waits in another thread. Raises LostRankError if a rank stops meanwhile, of which a wait of gloo learns
+        nothing."""
+        if self.waits is None:
+            self.waits = queue.SimpleQueue()
+            threading.Thread(target=waiting, args=(self.waits,), daemon=True, name="sbpc-waiting").start()
+        done, errors = threading.Event(), list[BaseException]()
+
+        def run() -> None:
+            try:
+                wait()
+            except BaseException as error:
+                errors.append(error)
+            done.set()
+
+        self.waits.put(run)
+        while not done.wait(BEAT):
+            if (error := self.other()) is not None:
+                self.waits = None  # that thread waits on
+                raise error
+        if errors:
+            raise errors[0]
 
     def live(self) -> None:
         """Writes signs of life until the end, or until the store is gone with the rank that kept it."""
@@ -103,6 +151,12 @@ class Life:
         return doing | {self.rank: self.doing}
 
 
+def waiting(waits: queue.SimpleQueue[Callable[[], None]]) -> None:
+    """Does what is put into a queue, one after the other."""
+    while True:
+        waits.get()()
+
+
 def read(written: bytes) -> dict[int, str]:
     """Returns by rank what the lost ones did."""
     return {int(rank): text for rank, text in json.loads(written).items()}
@@ -124,6 +178,21 @@ def end() -> None:
     """Ends the signs of life, before what they need."""
     while lives:
         lives.pop().end()
+
+
+def wait_for(work: Any, where: torch.device) -> None:
+    """Waits for a message. Raises LostRankError once another rank has stopped in what all do."""
+    if lives and where.type == "cpu":
+        lives[0].wait(work.wait)
+    else:
+        work.wait()
+
+
+def tell(doing: str, error: BaseException, part: str) -> None:
+    """Tells the other ranks why this one has stopped in what all do. part: which one of the program it runs."""
+    if lives:
+        first = str(error).partition("\n")[0]
+        lives[0].stop(doing, f"{part and f'of {part} '}has stopped in {doing}: {type(error).__name__}: {first}")
 
 
 @contextlib.contextmanager
@@ -151,6 +220,7 @@ def explained(life: Life, error: RuntimeError) -> LostRankError:
 
     def look() -> None:
         with contextlib.suppress(RuntimeError):
+            life.sign()
             found.append(life.look())
 
     thread = threading.Thread(target=look, daemon=True)
@@ -158,6 +228,8 @@ def explained(life: Life, error: RuntimeError) -> LostRankError:
     thread.join(LIMIT)
     cause = re.sub(r"^\[[^]]*\] ", "", str(error).partition("\n")[0].partition(". ")[0])
     here = f"  rank {life.rank} was in {life.doing}: {cause}"
+    if (other := life.other()) is not None:
+        return other
     if life.lost:
         last = [
             f"rank {rank} does not answer any more; its last sign of life came from {text}"

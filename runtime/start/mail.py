@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sbpc.runtime.start.lost_ranks import wait_for
+
 
 class Mail:
     """The messages of one step. A message has a number, the same on both ends, and no two have the same.
@@ -38,7 +40,7 @@ class Mail:
             value, times = self.kept.pop(number)
         else:
             value, work, times = self.coming.pop(number)
-            work.wait()
+            wait_for(work, self.where)
         if times > 1:
             self.kept[number] = value, times - 1
         return value
@@ -57,7 +59,7 @@ class Mail:
         sent, self.sent = self.sent, []
         for each in sent:
             if each[0] == target and each[1] <= place:
-                each[2].wait()
+                wait_for(each[2], self.where)
             else:
                 self.sent.append(each)
 
@@ -74,5 +76,5 @@ class Mail:
     def finish(self) -> None:
         """Waits until all that was sent has gone."""
         for _, _, work, _ in self.sent:
-            work.wait()
+            wait_for(work, self.where)
         self.sent.clear()

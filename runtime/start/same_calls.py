@@ -34,17 +34,23 @@ class SameCalls:
     the one after a step that failed on this rank: another may still be in that one, and would take this rank's next
     values for those of it.
 
-    layouts: of the arguments. On an axis on which one is B, all ranks have to give the same. names: gives theirs.
-    axis: one along which each rank could give its own rows. A comparison takes 0.5 to 2.5
-    % of one step of a GPT of 4 layers of width 256 on 512 tokens and two busy CPU ranks, so about 0.1 % of all; on a
-    GPU it waits for what was started before.
+    part: which one of the program this rank runs, such as "stage 1". layouts: of the arguments. On an axis on which
+    one is B, all ranks have to give the same. names: gives theirs. axis: one along which each rank could give its own
+    rows. A comparison takes 0.5 to 2.5 % of one step of a GPT of 4 layers of width 256 on 512 tokens and two busy CPU
+    ranks, so about 0.1 % of all; on a GPU it waits for what was started before.
     """
 
     failed = False  # of whatever plan
 
     def __init__(
-        self, mesh: Mesh, layouts: Sequence[Layout], names: Callable[[], Sequence[str]], axis: str | None
+        self,
+        mesh: Mesh,
+        layouts: Sequence[Layout],
+        names: Callable[[], Sequence[str]],
+        axis: str | None,
+        part: str = "",
     ) -> None:
+        self.part_of_program = part
         self.mesh, self.layouts, self.names, self.axis = mesh, layouts, names, axis
         self.number, self.calls = next(numbers), 0
         self.group = process_groups.everyone() if mesh.ranks > 1 else None
@@ -61,7 +67,7 @@ class SameCalls:
         """
         self.calls += exchanges  # the others are no calls of all ranks
         name = f"call {self.calls} of plan {self.number}, {how}"
-        with self.together(name) if exchanges else lost_ranks.watched(name):
+        with self.together(name, self.part_of_program) if exchanges else lost_ranks.watched(name):
             if (
                 self.group is not None
                 and exchanges
@@ -75,13 +81,16 @@ class SameCalls:
 
     @staticmethod
     @contextmanager
-    def together(doing: str) -> Iterator[None]:
-        """Notes whether what all ranks do together fails here. Raises LostRankError if a collective does."""
+    def together(doing: str, part: str | None = None) -> Iterator[None]:
+        """Notes whether what all ranks do together fails here. Raises LostRankError if a collective does. part: see
+        `SameCalls`; given where `doing` is told only once, and then the others are told why."""
         try:
             with lost_ranks.watched(doing):
                 yield
-        except BaseException:
+        except BaseException as error:
             SameCalls.failed = True
+            if part is not None:
+                lost_ranks.tell(doing, error, part)
             raise
 
     @torch.no_grad()

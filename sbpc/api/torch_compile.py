@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from sbpc._compat import FakeTensorMode, compile_id, outside_dynamo, source_of
+from sbpc._compat import FakeTensorMode, compile_id, compiled_enough, outside_dynamo, source_of
 from sbpc.api.planning import plan
 from sbpc.errors import PlanError, SbpcError
 from sbpc.graph.operands import leaves
@@ -46,6 +46,13 @@ WHOLE = (
     "torch.compile hands over whole parameters: the work is spread over %s, but every rank holds all of them.\n"
     "  sbpc.parallelize(model, plan) stores them in parts."
 )
+LAST = (
+    "graph %d is planned for the %d. time, and dynamo compiles a function no more often. It would run what comes next "
+    "as it is written, whole on every rank and with random numbers of its own on each. So that is an error from now "
+    "on: torch._dynamo.config.fail_on_recompile_limit_hit is set.\n"
+    "  Compile with dynamic=True, or pad batches to few lengths, see sbpc.buckets; or allow more: "
+    "torch._dynamo.config.recompile_limit = %d."
+)
 warned: set[Mesh] = set()
 """Meshes about which this process has warned: dynamo calls the backend for every graph, and one warning is enough."""
 
@@ -62,6 +69,8 @@ def sbpc(gm: GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any]
     A graph of symbolic sizes, as dynamo makes it of a second shape, with `dynamic=True` or of what `mark_dynamic`
     names, is planned for each size with which it is called, as `sbpc.parallelize(..., also="auto")` does it: where the
     layouts of a plan are legal they serve, and that counts as none of the "plans" that a graph may have, by default 8.
+    What dynamo would no longer compile, since it has compiled a function as often as its `recompile_limit` allows, is
+    an error, see the warning before.
 
     Raises SbpcError for unknown options. What it returns raises what `sbpc.plan` raises, and PlanError where the ranks
     differ or there would be too many plans.
@@ -178,6 +187,8 @@ class PlannedGraph:
         if time or again:
             number = time + again + 1
             log.info("graph %d is planned anew, for the %d. time: for other shapes, modes or values", frame, number)
+        if not again and compiled_enough(time + 1):
+            log.warning(LAST, frame, time + 1, 2 * (time + 1))
 
 
 class LiftedGraph(nn.Module):

@@ -301,6 +301,8 @@ def back(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[An
 
 
 FORWARD, BACKWARD = torch.ops.sbpc.flex_attention.default, torch.ops.sbpc.flex_attention_backward.default
+DENSE: dict[Any, Callable[..., Any]] = {FORWARD: flex_attention, BACKWARD: flex_attention_backward}
+"""By op what runs where no kernel does it, and holds all scores."""
 LIBRARY.impl("flex_attention", flex_attention, "CompositeExplicitAutograd")
 LIBRARY.impl("flex_attention_backward", flex_attention_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("sbpc::flex_attention", shape_ahead, lib=LIBRARY)

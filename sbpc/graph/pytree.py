@@ -255,4 +255,6 @@ def is_cache(value: Any) -> bool:
 def _unsupported(value: Any, path: str) -> CaptureError:
     kind = type(value)
     todo = "A program takes no cache: leave it out." if is_cache(value) else TODO
+    if kind.__name__ == "BlockMask":
+        todo = "Keep it on the module; or make it in the forward, by create_block_mask from tensors that are given."
     return CaptureError(f"{path} is a {kind.__module__}.{kind.__qualname__}\n  {todo}")

@@ -37,7 +37,7 @@ PLAIN = (
 
 class Masks(abc.ABC):  # noqa: B024
     """The BlockMask of FlexAttention, known by its name: to import it takes seconds. It runs somebody's function,
-    from which its blocks follow."""
+    in blocks from which others may follow than from that."""
 
     @classmethod
     def __subclasshook__(cls, kind: type) -> bool:
@@ -105,6 +105,10 @@ def whole_text(value: Any) -> str:
     if isinstance(value, (Number, str, bytes, np.generic)):
         text = str(value)
         return f"{kind.__name__}({text if text.isprintable() else repr(text)})"
+    if isinstance(value, Masks):
+        listed = [x.tolist() if type(x) is Tensor and not x.is_meta else None for x in blocks_of(value)]
+        mask = text_of(table_of(value)["mask_mod"])
+        return f"{kind.__name__}({mask}, blocks {digest(str(listed).encode())})"
     if isinstance(value, CONTAINERS) and is_small(value):
         texts = [*map(text_of, items_of(value))]
         if isinstance(value, (set, frozenset)):
@@ -159,8 +163,16 @@ def table_of(container: Any) -> Any:
         return {"func": container.func, "args": container.args, "keywords": container.keywords}
     if isinstance(container, Masks):
         mask: Any = getattr(container, "mask_mod")  # noqa: B009
-        return {"mask_mod": getattr(mask, "fn", mask)}
+        blocks = dict(enumerate(blocks_of(container)))
+        written = {f"written {at}": x._version for at, x in blocks.items()}
+        return {"mask_mod": getattr(mask, "fn", mask)} | blocks | written
     return vars(container) if isinstance(container, RECORDS) else container
+
+
+def blocks_of(mask: Any) -> list[Tensor]:
+    """The tensors that list the blocks of a mask."""
+    names = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
+    return [value for name in names if isinstance(value := getattr(mask, name, None), Tensor)]
 
 
 def is_full(cell: Any, function: FunctionType) -> bool:

@@ -38,6 +38,7 @@ RANGES = {  # of every figure its unit, the least and the most: wide, but no cos
     }.items()
     for name in names.split()
 }
+GPU_PEAK = 1e13  # flop/s
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,11 @@ class Cluster:
     def __hash__(self) -> int:
         """Of few figures, as meshes are looked up often."""
         return hash((self.name, self.peak, self.intra_bandwidth, self.inter_bandwidth, len(self.collectives)))
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether devices are GPUs, of which none multiplies as slowly as CPUs do."""
+        return self.peak >= GPU_PEAK
 
     @property
     def taken(self) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from sbpc.boxing.steps import Step
+from sbpc.graph.flex import DENSE
 from sbpc.graph.operands import operands
 from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.mesh import Mesh
@@ -74,6 +75,9 @@ def storage_formulas(life: Life, mesh: Mesh, sizes: Sizes) -> list[Any]:
             beside = not boxing and storage not in results  # of a call that is written as several
             if beside and not size:
                 continue
+            if beside and node.target in DENSE:
+                found[storage] = sympy.Rational(size, int(scores(node, mesh))) * scores(node, mesh, sizes)
+                continue
             near, place = nearest(node, size, mesh) if beside else (node, 0 if boxing else results.index(storage))
             key = (*about(near, place), size if boxing else None)
             if key not in known:
@@ -83,6 +87,15 @@ def storage_formulas(life: Life, mesh: Mesh, sizes: Sizes) -> list[Any]:
             if beside:  # in proportion to that
                 found[storage] *= sympy.Rational(size, sizes_of(near, mesh)[place])
     return found
+
+
+def scores(node: Node, mesh: Mesh, sizes: Sizes | None = None) -> Any:
+    """Returns how many scores FlexAttention has on the busiest rank: a number, or a formula in the symbols of axes."""
+    match, choice, most = node.meta["match"], node.meta["choice"], mesh.routing.most
+    shape, cuts = zip(*(choice.busiest(factor, match.sizes[factor], mesh.sizes, most) for factor in "bgrst"))
+    named = node.meta.get("factors")
+    dims = [named[factor] for factor in "bgrst"] if named else ()
+    return numel(shape, cuts, mesh.sizes, sizes, dims)
 
 
 def nearest(node: Node, size: int, mesh: Mesh) -> tuple[Node, int]:

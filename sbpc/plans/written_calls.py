@@ -10,6 +10,8 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from sbpc._compat import storage_of
+from sbpc.graph.flex import DENSE
+from sbpc.graph.held_bytes import held_bytes
 from sbpc.graph.operands import leaves, operands
 from sbpc.mesh.layout import chunk
 from sbpc.mesh.mesh import Mesh
@@ -19,24 +21,23 @@ from sbpc.rules.match import Match, Sharing
 # by call what it reads and bytes it makes; results; and, if any, which of the calls waits for what another one sends
 Calls = tuple[list[tuple[list[int], list[int]]], list[int], int | None]
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+HELD: dict[Any, list[int]] = {}  # by call on a rank the bytes of its results, and of what else it holds
 WRITTEN: dict[Any, tuple[Match, Calls]] = {}  # by call on a rank what `written` tells, and what has this id
 
 
 def written(node: Node, mesh: Mesh) -> Calls | None:
     """Returns the calls on the rank at the origin that are written for one which counts places of a dim that is
-    split, or has rows that ranks share out; None for any other."""
+    split, or has rows that ranks share out, or holds more than its results while it runs; None for any other."""
     match = node.meta.get("match")
     choice = node.meta.get("choice")
+    if node.target in DENSE and not mesh.cluster.has_gpus:
+        return dense_call(node, mesh)
     if match is None or choice is None or not (choice.sharing or choice.owning or match.shifts & choice.cuts().keys()):
         return None
     shifted = sorted(match.shifts & choice.cuts().keys())
-    origin, given = (0,) * len(mesh.sizes), operands(node)
+    origin = (0,) * len(mesh.sizes)
     most = mesh.routing.most
-    shards = []
-    for x in given:
-        shape, cuts = x.meta["sbp"].busiest(x.meta["val"].shape, mesh.sizes, most)
-        local_shape = tuple(chunk(size, axes, mesh.sizes, origin)[1] for size, axes in zip(shape, cuts))
-        shards.append((x.meta["val"].dtype, local_shape))
+    shards = shards_read(node, mesh)
     factors = [(factor, *choice.busiest(factor, size, mesh.sizes, most)) for factor, size in match.sizes.items()]
     local = {factor: chunk(size, axes, mesh.sizes, origin)[1] for factor, size, axes in factors}
     key = id(match), *shards, *local.items(), *shifted, choice.sharing, choice.owning, most
@@ -52,6 +53,32 @@ def written(node: Node, mesh: Mesh) -> Calls | None:
         made = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in shards]
         WRITTEN[key] = match, calls_of_op(node, made, local, shifted, sharing, part)
     return WRITTEN[key][1]
+
+
+def shards_read(node: Node, mesh: Mesh) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """Returns the types and shapes of the operands of a call on the rank at the origin."""
+    shards = []
+    for x in operands(node):
+        shape, cuts = x.meta["sbp"].busiest(x.meta["val"].shape, mesh.sizes, mesh.routing.most)
+        origin = (0,) * len(mesh.sizes)
+        local_shape = tuple(chunk(size, axes, mesh.sizes, origin)[1] for size, axes in zip(shape, cuts))
+        shards.append((x.meta["val"].dtype, local_shape))
+    return shards
+
+
+def dense_call(node: Node, mesh: Mesh) -> Calls:
+    """Returns FlexAttention without a kernel as one call: what it holds besides its results is a storage of its
+    own."""
+    shards = shards_read(node, mesh)
+    key = node.target, *shards, repr(map_arg(node.args, lambda _: None))
+    if key not in HELD:
+        made = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in shards]
+        args = map_arg(node.args, dict(zip(operands(node), made)).__getitem__)
+        results, peak = held_bytes(DENSE[node.target], args)
+        sizes = [x.untyped_storage().nbytes() for x in flat_outputs(results) if x is not None]
+        HELD[key] = [*sizes, peak - sum(sizes)]
+    first, sizes = len(shards), HELD[key]
+    return [([*range(first)], sizes)], [*range(first, first + len(sizes) - 1)], None
 
 
 def calls_of_op(
