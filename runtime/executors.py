@@ -23,6 +23,7 @@ from sbpc.mesh.states import Ragged
 from sbpc.rules.strides import laid_out
 from sbpc.runtime.flex_kernels import OPERATORS
 from sbpc.runtime.pieces import in_pieces
+from sbpc.runtime.recorded import recorded
 
 aten = torch.ops.aten
 log, progress = logging.getLogger("sbpc"), logging.getLogger("sbpc.progress")
@@ -160,9 +161,9 @@ def compiled_now(piece: GraphModule, given: list[Tensor], on_gpu: bool) -> Calla
         return compiled_now(piece, given, False)
 
 
-def auto(gm: GraphModule) -> BoxedFunction:
-    """Runs what is fastest on the device of the first call: Inductor's kernels on a GPU with triton, else generated
-    code, which is as fast on CPUs and there at once."""
+def fastest(gm: GraphModule) -> BoxedFunction:
+    """Runs what is fastest on the device of the first call, launched call by call: Inductor's kernels on a GPU with
+    triton, else generated code, which is as fast on CPUs and there at once."""
     made = list[BoxedFunction]()
 
     def boxed(given: list[Tensor]) -> tuple[Any, ...]:
@@ -172,6 +173,16 @@ def auto(gm: GraphModule) -> BoxedFunction:
         return made[0](given)
 
     return boxed
+
+
+def auto(gm: GraphModule) -> BoxedFunction:
+    """Runs what is `fastest`, as a CUDA graph where launches bound the step on one GPU."""
+    return recorded(fastest(gm), gm, strict=False)
+
+
+def graph(gm: GraphModule) -> BoxedFunction:
+    """Replays what is `fastest` as a CUDA graph. Raises PlanError for what no CUDA graph can hold."""
+    return recorded(fastest(gm), gm, strict=True)
 
 
 def own_in_flight(graph: Graph) -> None:
@@ -257,6 +268,7 @@ def has_nan(value: Any) -> bool:
 EXECUTORS: dict[str, Executor] = {
     "auto": auto,
     "code": code,
+    "graph": graph,
     "inductor": inductor,
     "interpreter": interpreter,
     "nans": functools.partial(interpreter, kind=NanCheck),

@@ -42,6 +42,7 @@ from sbpc.runtime.accumulate import Sums, within
 from sbpc.runtime.executors import BoxedFunction, Executor
 from sbpc.runtime.own_rows import Rows, inputs_with_rows
 from sbpc.runtime.prepared import prepared
+from sbpc.runtime.recorded import Saved, described
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.same_calls import SameCalls
 from sbpc.runtime.state.dtensors import placements
@@ -89,6 +90,7 @@ class Runner:
         self.parameters = [port for port in self.takes if port.kind == PARAMETER]
         self.tangents = [at for at, port in enumerate(ports.inputs) if port.kind == TANGENT]
         self.functions: dict[Any, BoxedFunction] = {}
+        self.saved = Saved()
         self.read_again: list[int] | None = None
         self.same = self.comparison()
         self.masters: dict[Port, Tensor] = {}  # that the plan, which is for no training, reads in the model's types
@@ -121,7 +123,7 @@ class Runner:
     def function(self, name: str) -> BoxedFunction:
         """Returns a compiled program of `StepPrograms`, or the forward that saves nothing."""
         if name not in self.functions:
-            self.functions[name] = self.executor(self.program(name))
+            self.functions[name] = self.executor(described(self, name, self.program(name)))
         return self.functions[name]
 
     def program(self, name: str) -> GraphModule:

@@ -60,6 +60,7 @@ class StepFunction(Function):
         results, saved = outputs[: len(runner.results)], outputs[len(runner.results) :]
         ctx.save_for_backward(*saved)
         ctx.runner, ctx.sums, ctx.leaves, ctx.retained = runner, sums, leaves, None
+        ctx.lease, runner.saved.latest = runner.saved.latest, None
         ctx.writes = runner.writes(parameters, saved)
         others += [value for at, value in enumerate(results) if at not in runner.differentiable]
         return tuple(results[at] for at in runner.differentiable)
@@ -90,6 +91,8 @@ class StepFunction(Function):
         with no_autocast(runner.where):
             computed = runner.function(UNSENT if ctx.sums.on else BACKWARD)(values)
             gradients = runner.gradients_of(ctx.sums, computed) if ctx.sums.on else computed
+        if ctx.lease is not None and ctx.retained is None:
+            ctx.lease.over = True
         return runner.for_leaves(ctx.leaves, gradients)
 
 

@@ -18,8 +18,9 @@ from sbpc.plans.staged.schedules import Action, piece_of
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.runtime.accumulate import Sums
 from sbpc.runtime.device_kernels import placed
-from sbpc.runtime.executors import BoxedFunction, Executor
+from sbpc.runtime.executors import BoxedFunction, Executor, auto, graph
 from sbpc.runtime.own_rows import Rows
+from sbpc.runtime.recorded import recordable, recorded_step
 from sbpc.runtime.staged.stage_run import Joined, StageRun, before_loop, micro_batch
 from sbpc.runtime.start.mail import Mail
 from sbpc.runtime.start.same_calls import SameCalls
@@ -79,11 +80,32 @@ class LoopRunner(Runner):
         """Returns the compiled program of some parts of a chunk, or of a piece of it."""
         if (at, which, adding) not in self.functions:
             parts, piece = piece_of(which)
-            program = self.plan.programs[at].pieces_at(parts, adding, self.place)[piece]
-            self.functions[at, which, adding] = self.executor(placed(program, self.where))
+            program = placed(self.plan.programs[at].pieces_at(parts, adding, self.place)[piece], self.where)
+            self.functions[at, which, adding] = self.executor(program)
+            if self.records and not recordable(program, self.where, strict=self.executor is graph, inside=True):
+                vars(self)["replayed"] = None
         return self.functions[at, which, adding]
 
+    @property
+    def records(self) -> bool:
+        """Whether steps may be recorded; not those whose parts are timed."""
+        return self.executor in (auto, graph)
+
+    @functools.cached_property
+    def replayed(self) -> BoxedFunction | None:
+        """What replays a whole step, None where it is not recorded."""
+        return recorded_step(
+            self, lambda values: sum(map(tuple, self.run_joint(values, Sums())), ()), self.executor is graph
+        )
+
     def joint(self, values: list[Tensor], sums: Sums) -> tuple[list[Tensor], Sequence[Tensor | None]]:
+        """Runs a step, recorded where it may be: not amid a sum of several. Returns results, and gradients by port."""
+        if not self.records or sums.on or self.replayed is None:
+            return self.run_joint(values, sums)
+        outputs, first = self.replayed(values), len(self.results)
+        return list(outputs[:first]), outputs[first:]
+
+    def run_joint(self, values: list[Tensor], sums: Sums) -> tuple[list[Tensor], Sequence[Tensor | None]]:
         """Runs a step. Returns results, and gradients by port."""
         given = dict(zip(self.takes, values))
         results, gradients = Step(self, given, sums).run()
@@ -181,7 +203,9 @@ class Step:
                 value = self.mail.receive(self.key(chunk.receives[port], action))
                 self.arrived(*self.plan.sources[chunk.receives[port]], batch)
             else:
-                whole = micro_batch(self.loop, chunk.arguments[port], batch, self.leaves, self.before)
+                whole = micro_batch(
+                    self.loop, chunk.arguments[port], batch, self.leaves, self.before, self.runner.where
+                )
                 value = chunk.given[port].shard(
                     whole.to(self.runner.where), self.plan.inner.sizes, self.runner.coordinates
                 )

@@ -108,11 +108,14 @@ class StageRun:
         return found
 
 
-def micro_batch(loop: Loop, name: str, batch: int, leaves: Sequence[Tensor], before: Sequence[Tensor]) -> Tensor:
-    """Returns an input of the body for a micro-batch, whole. leaves: the tensors of the step's arguments."""
+def micro_batch(
+    loop: Loop, name: str, batch: int, leaves: Sequence[Tensor], before: Sequence[Tensor], where: Any = None
+) -> Tensor:
+    """Returns an input of the body for a micro-batch, whole. leaves: the tensors of the step's arguments. where: on
+    which device its number is made, as a CUDA graph can hold no copy of one of the CPU."""
     source = loop.inputs[name]
     if source.kind == "index":
-        return torch.tensor(batch)
+        return torch.full((), batch, device=where)
     if source.kind == "before":
         return before[source.number]
     leaf = leaves[source.number]

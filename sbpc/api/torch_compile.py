@@ -39,7 +39,7 @@ OPTIONS = {
     "mesh": "sbpc.Mesh(data=2), or a DeviceMesh; needed",
     "memory": "bytes per rank",
     "objective": '"seconds" or "bytes"',
-    "executor": '"auto", "code", "interpreter" or "inductor"',
+    "executor": '"auto", "code", "graph", "interpreter" or "inductor"',
     "plans": "how many a graph of symbolic sizes may have, 8",
 }
 WHOLE = (

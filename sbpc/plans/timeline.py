@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from sbpc.plans.measure import dispatch_of, kernel_key, kernel_of, transfer_of
 COMPUTE, INSIDE, ACROSS = "compute", "links inside a node", "links across nodes"
 STREAMS = COMPUTE, INSIDE, ACROSS
 SAME = 1e-9  # relative: moments that differ by less are one
+CALL = 5e-6  # seconds of a CPU for a kernel but for its launch: half of what code of a GPT with tiny kernels takes
 
 
 @dataclass(frozen=True)
@@ -327,3 +328,17 @@ def busy_seconds(events: list[Event]) -> Mapping[str, float]:
     for event in events:
         busy[event.stream] += event.end - event.start
     return busy
+
+
+def launches_bound(graphs: Iterable[GraphModule], mesh: Mesh) -> bool:
+    """Returns whether a device would have done the kernels of boxed graphs before a CPU has launched them. On a
+    cluster without a time of launches it would not."""
+    cluster, work, calls = mesh.cluster, 0.0, 0
+    if not cluster.launch:
+        return False
+    rates = cluster.peak, cluster.memory_bandwidth, 0.0
+    for node in (node for gm in graphs for node in gm.graph.nodes):
+        if "choice" in node.meta and node.op == "call_function" and not (kernel := kernel_of(node, mesh)).free:
+            work += float(cluster.kernel_seconds(kernel.op, *kernel_work(kernel, mesh.sizes), rates))
+            calls += 1
+    return work < calls * (cluster.launch + CALL)

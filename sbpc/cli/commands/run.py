@@ -75,10 +75,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     timeout = f"end when a rank waits longer for another (default: {process_groups.TIMEOUT:g})"
     parser.add_argument("--timeout", type=seconds, metavar="S", help=timeout)
     executor = (
-        "what runs the programs: generated code, Inductor's kernels, or fx's interpreter (default: the fastest "
-        "that the device has)"
+        "what runs the programs: generated code, Inductor's kernels, what is faster of both as one CUDA graph, or "
+        "fx's interpreter (default: the fastest that the device has)"
     )
-    parser.add_argument("--executor", choices=("code", "inductor", "interpreter"), help=executor)
+    parser.add_argument("--executor", choices=("code", "graph", "inductor", "interpreter"), help=executor)
     trace = "measure the last steps: write what ran when, predicted and measured, for Perfetto, and print a comparison"
     add_file(parser, "--trace", help=trace)
     check_nans = "end at the first op that makes NaN, and say where it is; slow"
