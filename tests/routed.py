@@ -38,13 +38,17 @@ class Layer(nn.Module):
         count = torch.histc(ids.flatten()[order].to(torch.float32), len(favour), 0, len(favour) - 1)
         ends = torch.cumsum(count, 0, dtype=torch.int32)
         up, down = self.experts["up"], self.experts["down"]
-        made = product(F.silu(product(rows[order // self.chosen], up.mT, ends)), down.mT, ends)
+        made = product(self.gated(product(rows[order // self.chosen], up.mT, ends)), down.mT, ends)
         made = self.sorted_rows(made * weights.flatten()[order].unsqueeze(-1))
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order))
         mixed = made[back].view(*weights.shape, -1).sum(1)
         balance = (share.mean(0) * (count / count.sum())).sum()
         return (rows + mixed).view_as(x), balance
+
+    def gated(self, rows: Tensor) -> Tensor:
+        """What is done to rows between the products."""
+        return F.silu(rows)
 
     def sorted_rows(self, rows: Tensor) -> Tensor:
         """What is done to rows as they are sorted."""
@@ -57,6 +61,18 @@ class Routed(Layer):
     def forward(self, x: Tensor, favour: Tensor) -> Tensor:  # type: ignore[override]
         made, balance = super().forward(x, favour)
         return made.square().sum() + balance
+
+
+class Gated(Routed):
+    """Gates and what they are for are two halves of what one weight gives, as in the mixtures of `transformers`."""
+
+    def __init__(self) -> None:
+        super().__init__(hidden=24)
+        self.experts["down"] = torch.randn(5, 8, 12)
+
+    def gated(self, rows: Tensor) -> Tensor:
+        gate, up = rows.chunk(2, -1)
+        return F.silu(gate) * up
 
 
 class Layers(nn.Module):

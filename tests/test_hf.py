@@ -104,6 +104,24 @@ def test_experts_that_own_their_rows_equal_one_device(net: str, dtype: torch.dty
     assert {*map(str, products)} == {f"[{each}]" for each in states}
 
 
+@pytest.mark.parametrize(
+    ("net", "mesh", "pin"),
+    [
+        ("mixtral", "2x2", "[R(0), S(1)]"),
+        *(
+            pytest.param(net, mesh, pin, marks=pytest.mark.prove_library)
+            for net in hf_models.MIXTURES
+            for mesh, pin in (("2x2", "[R(0), S(1)]"), ("2x2", "[L(0), S(1)]"), ("2x2x2", "[L(0), R(0), S(1)]"))
+        ),
+    ],
+)
+def test_experts_that_are_split_beside_rows_that_ranks_share_out_equal_one_device(
+    net: str, mesh: str, pin: str
+) -> None:
+    plan = in_groups(net, torch.float64, mesh, {"_grouped_mm": pin})
+    assert any(str(node.meta["sbp"]) == pin for node in plan.graph.graph.nodes if node.target is PRODUCT)
+
+
 def in_groups(net: str, dtype: torch.dtype, mesh: str, pin: dict[str, str] | None = None) -> Plan:
     """The plan of a model, which equals one device. Torch's kernel for groups of rows takes no float64; there each
     expert is a product. Beside experts in bfloat16 all is float64, so that every token goes to the same experts."""

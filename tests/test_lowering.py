@@ -19,7 +19,7 @@ from sbpc.errors import LayoutError
 from sbpc.graph.about import EXCHANGE, FLOAT32
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.states import counted
+from sbpc.mesh.states import Local, Ragged, counted, shards
 from sbpc.plans.memory import emitted
 from tests.boxings import boxed_layouts, crops, layouts, meshes, numbers, positions, program, run_boxing, shapes
 
@@ -283,3 +283,37 @@ def test_axes_of_one_rank_need_no_program() -> None:
     mesh = Mesh(a=1, b=1)
     for before, after in itertools.permutations(layouts(1, mesh.axes), 2):
         assert lines(str(before), str(after), (4,), mesh, 0) == ""
+
+
+def beside(layout: Layout, mesh: Mesh, axis: int, state: Local | Ragged) -> Layout:
+    """A layout of the other axes of a mesh, and this state on one."""
+    order = [at + (at >= axis) for at in layout.order]
+    return Layout(mesh.axes, (*layout.states[:axis], state, *layout.states[axis:]), (axis, *order))
+
+
+@settings(deadline=None, derandomize=True, max_examples=400)
+@given(rest=meshes(most=2, ranks=6), shape=shapes(least=2), shared=st.booleans(), data=st.data())
+def test_boxings_on_other_axes_act_on_the_rows_that_a_rank_holds(
+    rest: Mesh, shape: tuple[int, ...], shared: bool, data: st.DataObject
+) -> None:
+    """Rows in R, however many there are, or in L: what stands beside them is boxed as if they were all."""
+    axis, dim, ranks = (data.draw(st.integers(least, most)) for least, most in ((0, len(rest.axes)), (0, 1), (1, 3)))
+    sizes = [*rest.sizes[:axis], ranks, *rest.sizes[axis:]]
+    mesh = Mesh(**dict(zip("wxyz", sizes)))
+    shape = shape if shared else (*shape[:dim], shape[dim] * ranks, *shape[dim + 1 :])
+    state, x = (Ragged(dim) if shared else Local(dim)), numbers(shape, torch.int64)
+    ends = torch.tensor(sorted(data.draw(st.integers(0, shape[dim])) for _ in range(2 * ranks)))
+    source = torch.randperm(shape[dim], generator=torch.Generator().manual_seed(0))
+    rows = shards(x, state, ranks, ends=ends, source=source)
+    start = data.draw(boxed_layouts(shape, rest, extremes=True).filter(lambda each: dim not in each.cuts))
+    end = data.draw(boxed_layouts(shape, rest).filter(lambda each: dim not in each.cuts))
+    taken = path(beside(start, mesh, axis, state), beside(end, mesh, axis, state), shape, 8, mesh)
+    held = [start.shards(each, rest.sizes, torch.Generator().manual_seed(7)) for each in rows]
+    places = [mesh.coordinates(rank) for rank in range(mesh.ranks)]
+    numbered = [(at[axis], rest.rank((*at[:axis], *at[axis + 1 :]))) for at in places]
+    parts = strided([held[at][number] for at, number in numbered])
+    made = dict(zip(numbered, run_boxing(taken, shape, mesh, parts).outputs))
+    for at, each in enumerate(rows):
+        assert torch.equal(end.whole([made[at, number][0] for number in range(rest.ranks)], rest.sizes), each)
+    for step in taken:
+        assert emitted(step, shape, x.dtype, mesh)

@@ -14,9 +14,26 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 
+class Rows(int):
+    """A size that data says as the program runs, as of rows that ranks share out by their groups, or a multiple of it.
+    Its number is the most that it may be; calls are told -1, and count it."""
+
+    def __add__(self, other: int) -> Rows:
+        return Rows(int(self) + other)
+
+    def __mul__(self, other: int) -> Rows:
+        return Rows(int(self) * other)
+
+    def __floordiv__(self, other: int) -> Rows:
+        return Rows(int(self) // other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
 @dataclass(frozen=True)
 class Local:
-    """A value of the program being written: its shape, and whether it is known to be contiguous."""
+    """A value of the program being written: its shape, of which one size may be Rows, and whether it is known to be
+    contiguous."""
 
     call: Callable[..., Any]
     x: Any
@@ -33,8 +50,8 @@ class Local:
 
     def view(self, shape: Numbers) -> Local:
         """The same elements in another shape."""
-        same = tuple(shape) == self.shape
-        return self if same else self.then(aten.view.default, shape, list(shape), solid=self.solid)
+        same = tuple(shape) == self.shape and told(shape) == told(self.shape)
+        return self if same else self.then(aten.view.default, shape, told(shape), solid=self.solid)
 
     def shuffle(self, apart: Numbers, dims: list[int], shape: Numbers) -> Local:
         """Viewed as `apart`, the dims of that in the order `dims`, viewed as `shape`: one copy at most."""
@@ -60,6 +77,11 @@ class Local:
     def collective(self, op: Any, shape: Numbers, *args: Any) -> Local:
         """A functional collective, awaited."""
         return self.contiguous().then(op, shape, *args).then(c10d.wait_tensor.default, shape)
+
+
+def told(shape: Numbers) -> list[int]:
+    """The sizes as a call is told them."""
+    return [-1 if isinstance(size, Rows) else size for size in shape]
 
 
 def put(shape: Numbers, dim: int, *sizes: int) -> Shape:

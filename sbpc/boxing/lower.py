@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from sbpc.boxing.eight_bits import packed_in, unpacked
-from sbpc.boxing.local_values import Local, concatenate, put
+from sbpc.boxing.local_values import Local, Rows, concatenate, put, told
 from sbpc.boxing.steps import Step
 from sbpc.mesh.collectives import EIGHT_BITS
 from sbpc.mesh.layout import Layout
-from sbpc.mesh.states import Axes, Numbers, Partial, Shape, Split, chunk_sizes, of_8_bits
+from sbpc.mesh.states import Axes, Numbers, Partial, Ragged, Shape, Split, chunk_sizes, of_8_bits
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -44,19 +44,32 @@ def lower(
     shape [1], the rank's coordinate. group: the name of the group over some axes. The result is contiguous, unless it
     is x itself. float8 goes as bytes: not every backend sends it.
     """
-    shapes = [layout.local_shape(shape, sizes, coordinates) for layout in step.layouts]
+    shared = {state.dim for state in step.before.states if isinstance(state, Ragged)}
+    shapes = [
+        tuple(Rows(size) if dim in shared else size for dim, size in enumerate(local))
+        for local in (layout.local_shape(shape, sizes, coordinates) for layout in step.layouts)
+    ]
     before, after = shapes[0], shapes[-1]
     together = tuple(map(max, *shapes))  # the tensor of which the ranks of a group hold parts
     local = Local(call, x, before)
     if math.prod(sizes[axis] for axis in step.axes) == 1:
         return x
     if 0 in together:
-        return x if before == after else local.view(after).x
-    sent = local.then(aten.view.dtype, before, torch.int8, solid=False) if of_8_bits(dtype) else local
-    made = LOWER[step.collective](sent, Site(step, after, together, sizes, position, group, dtype))
+        return x if before == after else empty_as(local, after).x
+    x_sent = local.then(aten.view.dtype, before, torch.int8, solid=False) if of_8_bits(dtype) else local
+    made = LOWER[step.collective](x_sent, Site(step, after, together, sizes, position, group, dtype))
     # an empty part of what was sent would keep all of that alive
     made = made.then(aten.clone.default, after) if 0 in after else made.contiguous()
-    return (made if sent is local else made.then(aten.view.dtype, after, dtype)).x
+    return (made if x_sent is local else made.then(aten.view.dtype, after, dtype)).x
+
+
+def empty_as(x: Local, shape: Shape) -> Local:
+    """An empty tensor in another shape."""
+    if not any(isinstance(size, Rows) for size in shape):
+        return x.view(shape)
+    for dim, size in enumerate(shape):
+        x = x.pad(dim, size) if size > x.shape[dim] else x.slice(dim, 0, size)
+    return x
 
 
 @dataclass(frozen=True)
@@ -167,12 +180,9 @@ def all_reduce(x: Local, site: Site) -> Local:
 def all_to_all(x: Local, site: Site) -> Local:
     """Send to each rank its chunk of one dim, and lay the chunks of the other dim that come together."""
     left, cut = site.left, site.cut
-    pieces = divide(x.pad(left.dim, left.chunks[0]), cut)
-    ranks = math.prod(cut.lengths)
+    pieces, ranks = divide(x.pad(left.dim, left.chunks[0]), cut), math.prod(cut.lengths)
     block = put(pieces.shape, 0, pieces.shape[0] // ranks)
-    splits = [block[0]] * ranks
-    moved = pieces.collective(c10d.all_to_all_single.default, pieces.shape, splits, splits, site.group)
-    return join(moved, block, left).slice(cut.dim, 0, site.after[cut.dim])
+    return join(sent(pieces, ranks, site), block, left).slice(cut.dim, 0, site.after[cut.dim])
 
 
 def reduce_scatter(x: Local, site: Site) -> Local:
@@ -191,10 +201,17 @@ def exchange(x: Local, site: Site) -> Local:
     pieces = divide(x, cut)
     ranks = math.prod(cut.lengths)
     block = put(pieces.shape, 0, pieces.shape[0] // ranks)
-    splits = [block[0]] * ranks
-    moved = pieces.collective(c10d.all_to_all_single.default, pieces.shape, splits, splits, site.group)
-    total = moved.view((ranks, *block)).then(aten.sum.dim_IntList, block, [0], dtype=torch.float32)
+    total = sent(pieces, ranks, site).view((ranks, *block)).then(aten.sum.dim_IntList, block, [0], dtype=torch.float32)
     return total.then(aten._to_copy.default, block, dtype=site.dtype).slice(cut.dim, 0, site.after[cut.dim])
+
+
+def sent(pieces: Local, ranks: int, site: Site) -> Local:
+    """Send to each rank its piece of equal ones along dim 0."""
+    if isinstance(pieces.shape[0], Rows):  # nobody can say how many of them go to each
+        flat = pieces.contiguous().view((ranks, math.prod(pieces.shape) // ranks))
+        return sent(flat, ranks, site).view(pieces.shape)
+    splits = [pieces.shape[0] // ranks] * ranks
+    return pieces.collective(c10d.all_to_all_single.default, pieces.shape, splits, splits, site.group)
 
 
 def exchange_in(kind: str, x: Local, site: Site) -> Local:
@@ -203,9 +220,9 @@ def exchange_in(kind: str, x: Local, site: Site) -> Local:
     pieces, ranks = divide(x, cut), math.prod(cut.lengths)
     block = put(pieces.shape, 0, pieces.shape[0] // ranks)
     packed = packed_in(kind, pieces, block)
-    splits = [packed.shape[0] // ranks] * ranks
-    moved = packed.collective(c10d.all_to_all_single.default, packed.shape, splits, splits, site.group)
-    total = unpacked(kind, moved, block).view((ranks, *block)).then(aten.sum.dim_IntList, block, [0])
+    total = (
+        unpacked(kind, sent(packed, ranks, site), block).view((ranks, *block)).then(aten.sum.dim_IntList, block, [0])
+    )
     return total.slice(cut.dim, 0, site.after[cut.dim])
 
 
@@ -238,7 +255,7 @@ def pad(x: Local, site: Site) -> Local:
     number = Local(x.call, site.position, (1,)).then(aten.add.Scalar, (1,), 1)
     away = numbers(number, full).then(aten.ne.Tensor, (full,), number.x).view(put([1] * (len(x.shape) + 1), dim, full))
     wide = put(x.shape, dim, full, step)
-    chunks = x.view(put(x.shape, dim, 1, step)).then(aten.expand.default, wide, list(wide), solid=False)
+    chunks = x.view(put(x.shape, dim, 1, step)).then(aten.expand.default, wide, told(wide), solid=False)
     filled = chunks.then(aten.masked_fill.Scalar, wide, away.x, 0)  # zeros to copy into would be a second copy
     return filled.view(put(x.shape, dim, full * step)).pad(dim, cut.size)
 
@@ -264,7 +281,7 @@ def crop(x: Local, site: Site) -> Local:
     left, cut = site.left, site.cut
     dim, held, wanted = cut.dim, x.shape[cut.dim], site.after[cut.dim]
     if 0 in (held, wanted):
-        return x.then(aten.new_zeros.default, site.after, list(site.after))
+        return x.slice(dim, 0, 0).pad(dim, wanted)
     block = math.gcd(left.chunks[0], cut.chunks[0], held, wanted)
     first = [Local(x.call, site.positions[at.axes[0]], (1,)) for at in (left, cut)]
     there, here = (at.then(aten.mul.Scalar, (1,), by.chunks[0] // block) for at, by in zip(first, (left, cut)))
@@ -307,9 +324,13 @@ def join(x: Local, block: Shape, cut: Cut) -> Local:
         members = [list(cut.ranks).index(axis) for axis in cut.axes]
         dims = [*rest[:dim], *members, *rest[dim:]]
         return x.shuffle(apart, dims, put(block, dim, count * block[dim])).slice(dim, 0, cut.size)
-    size = block[0]
-    places = [(place * size, (place + 1) * size, length) for place, length in zip(cut.members, cut.chunks)]
-    parts = [x.slice(0, start, stop).slice(dim, 0, length) for start, stop, length in places]
+    size, places = block[0], zip(cut.members, cut.chunks)
+    if isinstance(size, Rows):
+        apart = x.view((math.prod(cut.lengths), *block))
+        blocks = [(apart.slice(0, place, place + 1).view(block), length) for place, length in places]
+    else:
+        blocks = [(x.slice(0, place * size, (place + 1) * size), length) for place, length in places]
+    parts = [each.slice(dim, 0, length) for each, length in blocks]
     return concatenate([part for part in parts if part.shape[dim]], dim)
 
 

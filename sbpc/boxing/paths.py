@@ -14,18 +14,17 @@ import math
 import numpy as np
 
 from sbpc.boxing.shortest_paths import Edges
-from sbpc.boxing.steps import Kind, Step, all_layouts, all_steps, kernel_seconds
+from sbpc.boxing.steps import Kind, Step, all_layouts, all_steps, kernel_seconds, row_dims
 from sbpc.errors import LayoutError
 from sbpc.mesh.collectives import PACKED, block_bytes
 from sbpc.mesh.layout import Layout, cut
-from sbpc.mesh.layout_codes import LOCAL, NAMES, SUM, WHOLE, Array, decode, encode, joined, states_of
+from sbpc.mesh.layout_codes import LOCAL, NAMES, SUM, WHOLE, Array, decode, encode, joined, state_code, states_of
 from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.states import Local, Numbers, Partial, Ragged, Shape
+from sbpc.mesh.states import Local, Numbers, Ragged, Shape
 
 CLOSE = 1e-12  # two sums of the same costs in another order differ by less than this fraction
 
 
-@functools.lru_cache(maxsize=4096)
 def path(
     before: Layout, after: Layout, shape: Shape, itemsize: int, mesh: Mesh, sums: str | None = None
 ) -> tuple[Step, ...]:
@@ -40,6 +39,11 @@ def path(
     Raises LayoutError if a layout does not fit the tensor or the mesh, or if no path exists: nothing leads to P(max),
     P(min) and P(own), which come out of ops only.
     """
+    return _path(before, after, before.busiest(shape, mesh.sizes, mesh.routing.expected)[0], itemsize, mesh, sums)
+
+
+@functools.lru_cache(maxsize=4096)
+def _path(before: Layout, after: Layout, shape: Shape, itemsize: int, mesh: Mesh, sums: str | None) -> tuple[Step, ...]:
     prices, start, goal = _ends(before, after, shape, itemsize, mesh, sums)
     graph, cost = prices.graph, prices.row(start)
     # The edges that lie on a cheapest path from the start, explored breadth first: fewest steps, lowest numbers first.
@@ -64,7 +68,8 @@ def path(
 
 def seconds(before: Layout, after: Layout, shape: Numbers, itemsize: int, mesh: Mesh) -> float:
     """What the cheapest path costs on the mesh's cluster. Raises LayoutError as `path` does."""
-    prices, start, goal = _ends(before, after, tuple(shape), itemsize, mesh)
+    shape, _ = before.busiest(shape, mesh.sizes, mesh.routing.expected)
+    prices, start, goal = _ends(before, after, shape, itemsize, mesh)
     return float(prices.row(start)[goal])
 
 
@@ -76,39 +81,41 @@ def closure(codes: Array, shape: Numbers, itemsize: int, mesh: Mesh, sums: str |
     if ((states < LOCAL) & (states >= len(shape))).any():
         raise LayoutError(f"a layout that splits dim {len(shape)} or above of {tuple(shape)}\n  Split one of its dims.")
     matrix = np.full((len(codes), len(codes)), np.inf)
-    shared = ((states >= LOCAL) & (states < WHOLE)).any(1)  # which no boxing changes
-    matrix[shared, shared] = 0.0
-    kinds = np.where(states > SUM, states, 0)
+    kinds = np.where(is_kept(states), states, 0)
     for kind in np.unique(kinds, axis=0):
-        extremes = tuple(NAMES.get(int(code)) for code in kind)
-        prices = _prices(extremes, alike(shape, mesh), itemsize, mesh, sums)
-        sources = np.flatnonzero((kinds == kind).all(1) & ~shared)
-        columns = np.flatnonzero(((kinds == kind) | (kinds == 0)).all(1) & ~shared)
-        if not len(sources):
-            continue
+        sources = np.flatnonzero((kinds == kind).all(1))
+        first = decode(int(codes[sources[0]]), mesh.axes)
+        of_kind, _ = first.busiest(alike(shape, mesh, kind), mesh.sizes, mesh.routing.expected)
+        prices = _prices(tuple(NAMES.get(int(code)) for code in kind), of_kind, itemsize, mesh, sums)
+        columns = np.flatnonzero(((kinds == kind) | ((kinds == 0) & (kind > SUM))).all(1))
         starts, ends = prices.graph.at(codes[sources]), prices.graph.at(codes[columns])
         matrix[np.ix_(sources, columns)] = prices.rows(starts.tolist())[:, ends]
     return matrix
 
 
-def alike(shape: Numbers, mesh: Mesh) -> Shape:
+def alike(shape: Numbers, mesh: Mesh, kept: Array) -> Shape:
     """A shape for which all boxings cost what they cost for this one: where every cut is even, dims are
-    interchangeable."""
-    even = all(size % mesh.ranks == 0 for size in shape)
+    interchangeable, but for those of rows in L and R. kept: see `is_kept`."""
+    even = all(size % mesh.ranks == 0 for size in shape) and not ((kept > 0) & (kept < WHOLE)).any()
     return tuple(sorted(shape)) if even else tuple(shape)
 
 
-def _extremes(layout: Layout) -> tuple[str | None, ...]:
-    """By axis "max", "min" or "own", where the layout has such a state: only this very axis may have it on the way."""
-    return tuple(state.op if isinstance(state, Partial) and state.op != "sum" else None for state in layout.states)
+def is_kept(codes: Array) -> Array:
+    """Which states no step leads to, so that only an axis that has one may have it on the way: P(max), P(min) and
+    P(own), and those that no step leaves, either: L and R."""
+    return (codes > SUM) | ((codes >= LOCAL) & (codes < WHOLE))
+
+
+def _kept(layout: Layout) -> tuple[str | None, ...]:
+    """By axis the name of such a state, None for others."""
+    codes = np.array([*map(state_code, layout.states)])
+    return tuple(NAMES[code] if kept else None for code, kept in zip(codes.tolist(), is_kept(codes).tolist()))
 
 
 def _check(layout: Layout, shape: Shape, mesh: Mesh) -> None:
     if layout.axes != mesh.axes:
         over = ", ".join(layout.axes)
         raise LayoutError(f"layout {layout} over {over} on {mesh}\n  Give a layout over the axes of the mesh.")
-    if any(isinstance(state, (Local, Ragged)) for state in layout.states):
-        raise LayoutError(f"no boxing leads from or to {layout}\n  Only ops that take rows to experts and back do.")
     if layout.cuts and max(layout.cuts) >= len(shape):
         raise LayoutError(f"layout {layout} of a tensor with {len(shape)} dims\n  Split one of its dims.")
 
@@ -116,30 +123,32 @@ def _check(layout: Layout, shape: Shape, mesh: Mesh) -> None:
 def _ends(
     before: Layout, after: Layout, shape: Shape, itemsize: int, mesh: Mesh, sums: str | None = None
 ) -> tuple[_Prices, int, int]:
-    """The prices of the steps that a path may take, and the numbers of the two layouts it joins."""
+    """The prices of the steps that a path may take, and the numbers of the two layouts it joins. shape: of which the
+    largest shard is that of the busiest rank."""
     _check(before, shape, mesh)
     _check(after, shape, mesh)
-    prices = _prices(_extremes(before), shape, itemsize, mesh, sums)
+    prices = _prices(_kept(before), shape, itemsize, mesh, sums)
     start, goal = prices.graph.number(before), prices.graph.number(after)
     assert start is not None
     if goal is None or not np.isfinite(prices.row(start)[goal]):
-        raise LayoutError(f"no boxing leads from {before} to {after}\n  Box P(max) and P(min) to B or to a split.")
+        todo = "Box P(max) and P(min) to B or to a split."
+        if any(isinstance(state, (Local, Ragged)) for state in (*before.states, *after.states)):
+            todo = "Only ops that take rows to experts and back lead to L and R, or from there; other axes may change."
+        raise LayoutError(f"no boxing leads from {before} to {after}\n  {todo}")
     return prices, start, goal
 
 
 class _Graph:
     """All layouts that a tensor may pass through and all steps between them, by number, sorted by where they lead."""
 
-    def __init__(
-        self, rank: int, axes: tuple[str, ...], extremes: tuple[str | None, ...], sums: str | None = None
-    ) -> None:
+    def __init__(self, rank: int, axes: tuple[str, ...], kept: tuple[str | None, ...], sums: str | None = None) -> None:
         self.axes, self.rank = axes, rank
-        self.states, self.bits = all_layouts(rank, extremes)
+        self.states, self.bits = all_layouts(rank, kept)
         self.numbered = joined(self.states, self.bits)
         self.sorted = np.argsort(self.numbered)
         self.codes = self.numbered[self.sorted]
         kinds: dict[Kind, int] = {}
-        edges = []
+        edges = [np.empty((3, 0), dtype=np.int64)]
         for kind, sources, codes in all_steps(rank, self.states, self.bits, sums):
             number = np.full(len(sources), kinds.setdefault(kind, len(kinds)))
             edges.append(np.stack([self.at(codes), sources, number]))
@@ -147,7 +156,8 @@ class _Graph:
         self.target, self.source, self.kind = found[:, np.lexsort(found[::-1])]
         self.kinds = tuple(kinds)
         self.edges = Edges(self.target, self.source, len(self.states))
-        self.cut = self.states.T[:, :, None] == np.arange(rank)  # [axes, layouts, dims]
+        dims = np.where(is_kept(self.states), row_dims(self.states), self.states)
+        self.cut = dims.T[:, :, None] == np.arange(rank)  # [axes, layouts, dims]
 
     def number(self, layout: Layout) -> int | None:
         """The number of a layout, None if it is not one of these."""
@@ -168,11 +178,12 @@ class _Graph:
 class _Prices:
     """Seconds of every step for one shape on one mesh, and the cheapest totals from the layouts asked for so far."""
 
-    def __init__(
-        self, extremes: tuple[str | None, ...], shape: Shape, itemsize: int, mesh: Mesh, sums: str | None
-    ) -> None:
-        self.graph = graph = _graph(len(shape), mesh.axes, extremes, sums)
+    def __init__(self, kept: tuple[str | None, ...], shape: Shape, itemsize: int, mesh: Mesh, sums: str | None) -> None:
+        self.graph = graph = _graph(len(shape), mesh.axes, kept, sums)
         self._rows: dict[int, Array] = {}
+        self.seconds = np.zeros(len(graph.kind))
+        if not graph.kinds:  # rows in L and R on every axis
+            return
         ranks = np.where(graph.cut, np.array(mesh.sizes)[:, None, None], 1)
         local = cut(np.array(shape, dtype=np.int64), range(len(mesh.axes)), ranks)  # [layouts, dims]
         blocks = np.minimum(local[graph.source], local[graph.target]).astype(float)

@@ -17,12 +17,15 @@ from typing import Any
 import numpy as np
 
 from sbpc.graph.about import EXCHANGE, FLOAT32
-from sbpc.mesh.collectives import CARRIERS, EIGHT_BITS, WIRE, WORKS, block_bytes, packing, seconds_on
+from sbpc.mesh.collectives import CARRIERS, EIGHT_BITS, PACKED, WIRE, WORKS, block_bytes, packing, seconds_on
 from sbpc.mesh.layout import Layout, cut
 from sbpc.mesh.layout_codes import (
     EXTREMES,
+    KEPT,
     LOCAL,
     ORDERS,
+    RAGGED,
+    ROWS,
     SUM,
     WHOLE,
     Array,
@@ -34,7 +37,7 @@ from sbpc.mesh.layout_codes import (
     states_of,
 )
 from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.states import Axes, Broadcast, Numbers
+from sbpc.mesh.states import Axes, Broadcast, Numbers, Ragged
 
 KIND = "S" * WHOLE + "B" + "P" * len(EXTREMES)  # by code of a state
 COLLECTIVE = {
@@ -155,6 +158,9 @@ def group_of(
 ) -> tuple[Any, list[Any]]:
     """Ranks of a group of a collective, and the sizes of its block. Arguments as those of `wire`."""
     cuts = [max(step.before.cuts.get(dim, ()), step.after.cuts.get(dim, ()), key=len) for dim in range(len(shape))]
+    for axis, (state, after) in enumerate(zip(step.before.states, step.after.states)):
+        if isinstance(state, Ragged) and state == after:
+            cuts[state.dim] += (axis,)
     ranks = sizes if symbols is None else symbols
     sized = zip(shape, cuts, dims or (None,) * len(shape))
     return math.prod(ranks[at] for at in step.axes), [cut(size, axes, sizes, symbols, dim) for size, axes, dim in sized]
@@ -194,16 +200,25 @@ def kernel_seconds(collective: str, ranks: Any, count: Any, mesh: Mesh, rates: S
 
 
 # --- all layouts and steps as arrays: see `sbpc.mesh.layout_codes` ----------------------------------------------------
-def all_layouts(rank: int, extremes: Sequence[str | None]) -> tuple[Array, Array]:
+def all_layouts(rank: int, kept: Sequence[str | None]) -> tuple[Array, Array]:
     """Of every layout of a tensor with `rank` dims the states [layouts, axes] and the bits of the order of its cuts.
 
-    extremes: by axis "max", "min" or "own" where it may hold such partial results too.
+    kept: by axis the name of a state to which no step leads, None for none. An axis may have "max", "min" and "own"
+    besides others; L and R it has in all layouts, and none of the others cuts their dim.
     """
-    choices = [(*range(min(rank, LOCAL)), WHOLE, SUM, *((EXTREMES[op],) if op else ())) for op in extremes]
+    others = (*range(min(rank, LOCAL)), WHOLE, SUM)
+    choices = [(KEPT[name],) if name in ROWS else (*others, *((KEPT[name],) if name else ())) for name in kept]
     rows = np.array(list(itertools.product(*choices)))
-    cut = np.where(rows < WHOLE, rows, -1).tolist()
+    rows = rows[~(row_dims(rows)[:, :, None] == rows[:, None]).any((1, 2))]
+    cut = np.where(rows < RAGGED, rows, -1).tolist()
     bits = [orders(tuple(row)) for row in cut]
     return np.repeat(rows, [len(found) for found in bits], axis=0), np.array(list(itertools.chain(*bits)))
+
+
+def row_dims(states: Array) -> Array:
+    """By layout and axis the dim of L or R, -1 for other states."""
+    dims = np.where(states < RAGGED, states - LOCAL, states - RAGGED)
+    return np.where((states >= LOCAL) & (states < WHOLE), dims, -1)
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -216,13 +231,14 @@ def orders(cut: Axes) -> Axes:
 
 def all_steps(rank: int, states: Array, bits: Array, sums: str | None = None) -> Iterator[tuple[Kind, Array, Array]]:
     """The steps between these layouts, kind by kind: where each begins (numbers of layouts) and the code to which it
-    leads. sums: see STEPS."""
-    count = states.shape[1]
+    leads. sums: see STEPS. Beside rows in L and R, whose states and dims no step changes, none packs numbers."""
+    count, rows = states.shape[1], row_dims(states)
+    beside = (rows >= 0).any(1)
     for length, first in ((n, at) for n in range(1, count + 1) for at in range(count - n + 1)):
         axes, before = tuple(range(first, first + length)), states[:, first]
         free = may_leave(states, bits, axes)
         for target in (*range(min(rank, LOCAL)), WHOLE, SUM):
-            possible = free & (before != target)
+            possible = free & (before != target) & ~(rows == target).any(1)
             if target == SUM:
                 possible &= (before < SUM) & (length == 1)
             if length > 1:
@@ -240,6 +256,7 @@ def all_steps(rank: int, states: Array, bits: Array, sums: str | None = None) ->
                 codes = joined(changed, cut_last(bits[sources], order, count))
                 for kind, name in names:
                     of_kind = (leaving == kind) & (before[sources] == SUM if EXCHANGE in name else True)
+                    of_kind &= ~beside[sources] if name in PACKED else True
                     yield (name, axes), sources[of_kind], codes[of_kind]
 
 
@@ -251,7 +268,7 @@ def may_leave(states: Array, bits: Array, axes: Axes) -> Array:
     """
     place = {pair: bit for bit, pair in enumerate(pairs(states.shape[1]))}
     before = states[:, axes[0]]
-    possible = (states[:, axes] == before[:, None]).all(1)
+    possible = (states[:, axes] == before[:, None]).all(1) & ((before < LOCAL) | (before >= WHOLE))
     for axis, other in itertools.product(axes, range(states.shape[1])):
         if other not in axes:
             swapped = (bits >> place[min(axis, other), max(axis, other)] & 1).astype(bool)

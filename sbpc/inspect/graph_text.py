@@ -13,6 +13,7 @@ from sbpc.graph.operands import value_of
 from sbpc.graph.ports import BUFFER, PARAMETER, placeholders
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
+from sbpc.plans.measure import transfer_of
 
 
 def graph_text(gm: GraphModule, mesh: Mesh | None = None) -> str:
@@ -104,7 +105,7 @@ def note(node: Node, mesh: Mesh | None) -> str:
 
 def bytes_sent(node: Node, mesh: Mesh) -> float:
     """Returns the bytes that the busiest rank sends for a boxing, 0 for any other node."""
-    step, value = node.meta.get("step"), node.meta.get("val")
-    if step is None or value is None:
+    if node.meta.get("step") is None or node.meta.get("val") is None:
         return 0.0
-    return float(wire(step, tuple(value.shape), value.element_size(), mesh.sizes)[1])
+    moved = transfer_of(node, mesh)
+    return float(wire(moved.step, moved.shape, moved.itemsize, mesh.sizes)[1])

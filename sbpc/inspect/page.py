@@ -25,6 +25,7 @@ from sbpc.inspect.picture import clean, hue_of, meaning, template
 from sbpc.inspect.report import boxings, chips_of, collective_of, collectives, least, numberless, spans
 from sbpc.inspect.tables import quantity
 from sbpc.mesh.collectives import EIGHT_BITS
+from sbpc.plans.measure import transfer_of
 from sbpc.plans.options import BYTES, NONE
 from sbpc.plans.plan import Plan
 from sbpc.plans.timeline import Event
@@ -249,8 +250,8 @@ def traffic(plan: Plan) -> list[dict[str, Any]]:
     longest."""
     found, mesh = dict[tuple[str, str, str, str], list[float]](), plan.inner
     for node, times in boxings(plan):
-        step, value = node.meta["step"], node.meta["val"]
-        taken, sent = step_cost(step, tuple(value.shape), value.element_size(), mesh)
+        moved, step = transfer_of(node, mesh), node.meta["step"]
+        taken, sent = step_cost(step, moved.shape, moved.itemsize, mesh)
         key = numberless(module_of(node)), node.meta.get("phase", "forward"), collective_of(node), mesh.key(step.axes)
         found[key] = [a + b * times for a, b in zip(found.get(key, [0.0, 0.0, 0.0]), (1, sent, taken))]
     order = sorted(found.items(), key=lambda item: (-item[1][2], -item[1][1], item[0]))

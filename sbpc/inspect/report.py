@@ -17,6 +17,7 @@ from sbpc.mesh.collectives import WIRE
 from sbpc.mesh.layout import Layout
 from sbpc.plans.chunk import Chunk
 from sbpc.plans.cost import Cost
+from sbpc.plans.measure import transfer_of
 from sbpc.plans.options import BYTES, DROP, Options
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.loop_formula import calls_of
@@ -202,8 +203,8 @@ def collectives(plan: Plan) -> dict[tuple[str, str], tuple[int, float]]:
     busiest one."""
     totals, mesh = dict[tuple[str, str], tuple[int, float]](), plan.inner
     for node, times in boxings(plan, (plan.busiest,)):
-        step, value = node.meta["step"], node.meta["val"]
-        rounds, each = wire(step, tuple(value.shape), value.element_size(), mesh.sizes)
+        moved, step = transfer_of(node, mesh), node.meta["step"]
+        rounds, each = wire(step, moved.shape, moved.itemsize, mesh.sizes)
         if rounds:
             count, sent = totals.get(key := (mesh.key(step.axes), collective_of(node)), (0, 0.0))
             totals[key] = count + times, sent + times * float(each)

@@ -21,7 +21,9 @@ Array = np.ndarray
 LOCAL, RAGGED, WHOLE, SUM = 10, 12, 14, 15  # those below LOCAL are splits; those below RAGGED cut a dim, too
 EXTREMES = {"sum": SUM, "max": 16, "min": 17, "own": 18}
 BITS, STATES = 5, 32
-NAMES = {code: op for op, code in EXTREMES.items()}
+ROWS = {f"{name}({dim})": first + dim for name, first in (("L", LOCAL), ("R", RAGGED)) for dim in range(2)}
+KEPT = EXTREMES | ROWS  # where no step leads
+NAMES = {code: name for name, code in KEPT.items()}
 ORDERS = 4 * BITS  # where the bits of the pairs begin
 
 

@@ -31,7 +31,7 @@ def kernels_and_transfers(
     transfers: Counter[Transfer] = Counter()
     for node in nodes:
         if "step" in node.meta:
-            transfers[transfer_of(node)] += 1
+            transfers[transfer_of(node, mesh)] += 1
         elif "choice" in node.meta and node.op == "call_function":
             calls.setdefault(kernel_key(node), []).append(node)
             transfers.update([] if (sent := dispatch_of(node, mesh)) is None else [sent])
@@ -131,7 +131,7 @@ def replicated_line(op: str, nodes: Sequence[Node], mesh: Mesh) -> str:
             while "step" in operand.meta:
                 steps[operand] = None
                 operand = operands(operand)[0]
-    comm, sent = comm_totals(Counter(map(transfer_of, steps)), mesh)
+    comm, sent = comm_totals(Counter(transfer_of(step, mesh) for step in steps), mesh)
     where = nodes[0].meta.get("module") or "the model"
     which = f"%{nodes[0].name} in {where}" + (f" and {len(nodes) - 1} more calls" if len(nodes) > 1 else "")
     costs = (
@@ -141,10 +141,11 @@ def replicated_line(op: str, nodes: Sequence[Node], mesh: Mesh) -> str:
     return f"no rule for {op}, so every rank computes all of it ({which}): {costs}. `sbpc probe` looks for a rule"
 
 
-def transfer_of(node: Node) -> Transfer:
-    """Returns what a boxing step moves."""
-    value = node.meta["val"]
-    return Transfer(node.meta["step"], tuple(value.shape), value.element_size(), dims_at(node))
+def transfer_of(node: Node, mesh: Mesh) -> Transfer:
+    """Returns what a boxing step moves on the busiest rank."""
+    value, sized = node.meta["val"], partial(layout_at(node).busiest, sizes=mesh.sizes, times=mesh.routing.expected)
+    dims = dims_at(node)
+    return Transfer(node.meta["step"], sized(value.shape)[0], value.element_size(), dims and sized(dims)[0])
 
 
 def dispatch_of(node: Node, mesh: Mesh) -> Transfer | None:

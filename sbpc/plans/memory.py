@@ -24,7 +24,7 @@ from sbpc.boxing.lower import lower
 from sbpc.boxing.steps import Step
 from sbpc.graph.about import is_boxing
 from sbpc.graph.operands import is_sum, nodes_in, operands, value_of
-from sbpc.mesh.layout import Layout, numel
+from sbpc.mesh.layout import Layout, chunk, numel
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.routing import ANY
 from sbpc.plans.written_calls import written
@@ -200,7 +200,7 @@ class Life:
         while is_boxing(source) and self.values[source] == self.values[source.all_input_nodes[0]]:
             source = source.all_input_nodes[0]
         in_order = is_boxing(source) or lies_in_order(source)
-        return emitted(step, tuple(value.shape), value.dtype, mesh, in_order)
+        return emitted(step, tuple(value.shape), value.dtype, mesh, in_order, mesh.routing.most)
 
     def add_member(
         self, node: Node, calls: Sequence[Emitted], storages: list[int], bucket: SharedBuffer, mesh: Mesh
@@ -334,14 +334,15 @@ def wait_at(calls: Sequence[Emitted]) -> int:
 
 @functools.lru_cache(maxsize=1 << 14)
 def emitted(
-    step: Step, shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh, in_order: bool = True
+    step: Step, shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh, in_order: bool = True, most: float = ANY
 ) -> tuple[Emitted, ...]:
     """Returns the calls that `lower` emits for a step on the rank at the origin. They run on tensors without data.
 
-    in_order: whether the elements of the step's operand lie in its memory in order.
+    in_order: whether the elements of the step's operand lie in its memory in order. most: see `Routing`.
     """
     origin = (0,) * len(mesh.sizes)
-    local = step.before.local_shape(shape, mesh.sizes, origin)
+    sized, cuts = step.before.busiest(shape, mesh.sizes, most)
+    local = tuple(chunk(size, axes, mesh.sizes, origin)[1] for size, axes in zip(sized, cuts))
     x = torch.empty(local if in_order else (), dtype=dtype, device="meta").expand(local)
     positions = [torch.zeros(1, dtype=torch.int64, device="meta") for _ in mesh.sizes]
     numbers = {storage_of(x): 0}  # of storages

@@ -22,6 +22,7 @@ from sbpc.boxing.steps import group, kernels_of, link_seconds, step_cost
 from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.collectives import DISPATCH, WIRE, Lines, seconds_on
 from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.states import Ragged
 from sbpc.plans.cost import kernel_work
 from sbpc.plans.measure import dispatch_of, kernel_key, kernel_of, transfer_of
 
@@ -108,7 +109,7 @@ def unpacking(transfer: Work) -> Work:
 
 def transfer_work(node: Node, mesh: Mesh) -> Work:
     """Returns what a boxing occupies: the link of its widest axis, or nothing if it sends nothing."""
-    transfer = transfer_of(node)
+    transfer = transfer_of(node, mesh)
     return step_work(transfer.step, transfer.shape, transfer.itemsize, mesh)
 
 
@@ -274,10 +275,11 @@ def bucket_of(node: Node) -> str:
 
 def kind_of(node: Node) -> Hashable:
     """Returns what is equal for collectives that may go in one message: what they do over which ranks, with what,
-    and when."""
+    and when. Rows that are counted as the program runs go alone."""
     step = node.meta["step"]
     (reduction,) = {getattr(step.before.states[axis], "op", None) for axis in step.axes}
-    return step.collective, step.axes, reduction, node.meta["val"].dtype, node.meta.get("phase")
+    alone = node.name if any(isinstance(state, Ragged) for state in step.before.states) else None
+    return step.collective, step.axes, reduction, node.meta["val"].dtype, node.meta.get("phase"), alone
 
 
 def exposed_seconds(events: Sequence[Event]) -> dict[str, float]:
