@@ -79,7 +79,8 @@ def boxed_for(
 
     more: wishes besides those that are requested. Micro-batches share out no rows: each has those of its own tokens.
     """
-    gm = in_own_order(unshared(gm), mesh.ranks)
+    gm = unshared(gm)
+    gm = in_own_order(gm, mesh.ranks) if mesh.ranks > 1 else gm  # one micro-batch is the whole batch
     try:
         asked = wishes(gm, mesh, options)
         assignment, _ = Space(gm, mesh, both(asked.nodes, more, mesh), asked.outputs).solve()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch.fx import GraphModule
@@ -20,18 +21,31 @@ from sbpc.plans.options import DROP, Options
 def routed(gm: GraphModule, mesh: Mesh, asked: Options, stages: Stages) -> tuple[GraphModule, Mesh, Options]:
     """Returns the annotated step, with rows beyond the capacity dropped if that is asked for, and the mesh and options
     that say how uneven the shares of experts' rows are. Raises PlanError where that is said of a step without any."""
+    made, mesh_of = routed_on(gm, asked, stages)
+    on, options = mesh_of(mesh)
+    return made, on, options
+
+
+def routed_on(
+    gm: GraphModule, asked: Options, stages: Stages
+) -> tuple[GraphModule, Callable[[Mesh], tuple[Mesh, Options]]]:
+    """Returns the same for many meshes: the step, and by mesh the other two."""
     given = [name for name, unsaid in (("capacity", None), ("routing", 1.0)) if getattr(asked, name) != unsaid]
     if given and not any(node.target in MESSAGE for node in gm.graph.nodes):
         what = f"{given[0]}={getattr(asked, given[0]):g} of a step in which no rows of experts were found"
         todo = "Rows are sorted by their expert, and torch._grouped_mm multiplies them, as transformers does it."
         raise PlanError(f"{what}\n  Leave it out. {todo}")
-    options = replace(asked, most=asked.capacity)
-    if asked.capacity is not None and asked.overflow == DROP:
-        options = replace(asked, most=most_of_experts(gm, mesh, asked.capacity))
+    drops, made = asked.capacity if asked.overflow == DROP else None, gm
+    if drops is not None:
         with stages.timed("capacity"):
-            gm = annotate(within_capacity(gm, asked.capacity))
-        stages.passed("capacity", gm)
-    return gm, mesh.routed(options.routed), options
+            made = annotate(within_capacity(gm, drops))
+        stages.passed("capacity", made)
+
+    def on(mesh: Mesh) -> tuple[Mesh, Options]:
+        options = replace(asked, most=asked.capacity if drops is None else most_of_experts(gm, mesh, drops))
+        return mesh.routed(options.routed), options
+
+    return made, on
 
 
 def most_of_experts(gm: GraphModule, mesh: Mesh, capacity: float) -> float:

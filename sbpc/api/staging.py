@@ -17,9 +17,11 @@ from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import GRADIENT, ONCE, PARAMETER
 from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.pins import both
+from sbpc.mesh.states import Axes
 from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.assign.space import Space
-from sbpc.passes.assign.wishes import Wishes, expert_alternatives, wishes
+from sbpc.passes.assign.wishes import Wishes, expert_alternatives, sharing, wishes
 from sbpc.passes.loop.micro_batches import in_halves
 from sbpc.passes.loop.recompute import blocks_of
 from sbpc.passes.panels.choice import faster_in_panels
@@ -209,15 +211,18 @@ def short_plans(
     axis: str,
     optimizer: str | None,
     baseline: str | None = None,
+    shared: Axes | None = None,
 ) -> tuple[list[str], Callable[[int], Plan]]:
     """Returns the blocks of a model, and what makes the plan of its step with each of them a stage along `axis`, all
     parameters at a level of `sbpc.passes.stages.zero`. inner: the mesh of a stage. baseline: the expert to follow.
-    The plan of a level is made once.
+    shared: the axes of `inner` over which rows of experts are shared out. The plan of a level is made once.
     """
     options = of_body(Options(optimizer=optimizer, baseline=baseline, **about))
     body = rebuild(loop.body)
     body.meta[ONCE] = dict.fromkeys((PARAMETER, GRADIENT), 1 / loop.count)
     wished = Wishes(wishes(body, inner, options).nodes, {})
+    if shared is not None:
+        wished = Wishes(both(wished.nodes, sharing(body, shared, ()), inner), {})
     plan = finish(body, inner, wished, options, clocks, exact=False)  # a search needs no last half percent
     places = places_of(plan.annotated)
     starts, blocks = between_blocks(places), blocks_at(places) or [""]

@@ -12,19 +12,27 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sbpc.api.candidates import PIPE, Candidate, Refused, block_times
+from torch import Tensor
+from torch.fx import GraphModule
+
+from sbpc.api.candidates import PIPE, Candidate, Refused, block_times, total
+from sbpc.api.experts import routed
 from sbpc.api.recompute import forms_of
 from sbpc.api.staging import EXPERTS, plan_stages, short_plans
 from sbpc.api.task import Task
-from sbpc.errors import MemoryLimitError, PlanError, SbpcError
+from sbpc.errors import LayoutError, MemoryLimitError, PinError, PlanError, SbpcError
+from sbpc.graph.expert_rows import MESSAGE
 from sbpc.graph.no_gc import uncollected
-from sbpc.graph.ports import Port, placeholders
+from sbpc.graph.operands import is_late, made_of
+from sbpc.graph.ports import PARAMETER, Port, placeholders
 from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.states import Axes
 from sbpc.passes.loop.body import loop_of
+from sbpc.passes.loop.recompute import memory_of
 from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.plans.options import AUTO, FULL, NONE, SELECTIVE, Options
 from sbpc.plans.plan import Plan
@@ -38,10 +46,11 @@ Progress = Callable[[int, int, Any], None]
 
 
 class TooLarge(MemoryLimitError):
-    """No way of a strategy that was looked at fits. needed: bytes of a rank of the one that takes least."""
+    """No way of a strategy that was looked at fits. needed: bytes of a rank of the one that takes least; passing: those
+    that are no parameters, gradients or states of the optimizer."""
 
-    def __init__(self, needed: int, memory: float, what: str) -> None:
-        self.needed = needed
+    def __init__(self, needed: int, memory: float, what: str, passing: int = 0) -> None:
+        self.needed, self.passing = needed, passing
         super().__init__(
             f"the strategy that needs least, {what}, takes {needed:,} bytes a rank, the limit is {memory:,.0f}: it "
             f"lacks {needed - memory:,.0f}\n  Give more devices, or more memory."
@@ -85,8 +94,8 @@ class StrategyRow:
 
 @dataclass
 class Search:
-    """The search of one model. task: the whole model, or how to capture it; short: that with two blocks a list;
-    lengths: of the lists."""
+    """The search of one model. task: the whole model, or how to capture it; short: that with two blocks of a run, as
+    it is planned; lengths: of the runs. routing: what is asked about rows of experts, by keyword of `sbpc.plan`."""
 
     task: Callable[[], Task]
     short: Task
@@ -95,6 +104,7 @@ class Search:
     memory: float | None
     recompute: str
     seconds: float
+    routing: Mapping[str, Any] = field(default_factory=dict)
     loops: dict[tuple[str, int], Loop] = field(default_factory=dict)
     plans: dict[Any, tuple[list[str], Callable[[int], Plan]]] = field(default_factory=dict)
 
@@ -102,12 +112,15 @@ class Search:
     def rows(self, candidates: Sequence[Candidate], progress: Progress | None = None) -> list[StrategyRow]:
         """Returns the rows of candidates, best first, for so many CPU seconds: what seems fastest is looked at next.
 
-        A guess knows nothing but flops and parameters. So first each kind is looked at once, and then counts as many
-        times as it took. Each row has the bound of all candidates, whether they have a row or not: one that was refused
-        might have been cut or laid out otherwise. Raises MemoryLimitError if none fits, PlanError if none can be cut.
+        A guess knows nothing but flops, parameters and rows of experts. So a kind that was looked at counts as many
+        times as it took, and one that was not as many times as the kind that took least. Where activations are why one
+        does not fit, those with as large a part of the batch at once come last. Each row has the bound of all
+        candidates, whether they have a row or not: one that was refused might have been cut or laid out otherwise.
+        Raises MemoryLimitError if none fits, PlanError if none can be cut.
         """
         start, found, refused = time.process_time(), list[StrategyRow](), list[Refused]()
         errors, times, left = list[SbpcError](), dict[tuple[int, int], float](), list(candidates)
+        large = math.inf
         for number in range(len(candidates)):
             best = min((row.cost for row in found), default=math.inf)
             late = bool(found) and time.process_time() - start > self.seconds
@@ -117,7 +130,8 @@ class Search:
             left = [] if late else [each for each in left if each.least < best]
             if not left:
                 break
-            each = min(left, key=lambda other: other.guess * times.get(other.kind, 1.0))
+            usual = min(times.values(), default=1.0)  # of a kind that was not looked at
+            each = min(left, key=lambda other: (other.part >= large, other.guess * times.get(other.kind, usual)))
             left.remove(each)
             if progress is not None:
                 progress(number, len(candidates), each.mesh)
@@ -126,9 +140,10 @@ class Search:
                 times[each.kind] = min(times.get(each.kind, math.inf), found[-1].cost / each.guess)
             except (MemoryLimitError, PlanError) as error:
                 errors.append(error)
-                why = (
-                    (TOO_LARGE, error.needed) if isinstance(error, TooLarge) else (str(error).partition("\n")[0], None)
-                )
+                why: tuple[str, int | None] = str(error).partition("\n")[0], None
+                if isinstance(error, TooLarge):
+                    why = TOO_LARGE, error.needed
+                    large = min(large, each.part) if 2 * error.passing > (self.memory or 0) else large
                 refused.append(each.refused(*why))
         if not found:
             raise closest_error(errors)
@@ -142,6 +157,8 @@ class Search:
         forms = (NONE, SELECTIVE, FULL) if self.recompute == AUTO else (self.recompute,)
         looked_at = list[Estimate]()
         for levels, form in itertools.product(((0, 1), (2, 3)) if self.memory is not None else ((0,),), forms):
+            if self.memory is not None and form != forms[-1] and self.least_kept(each, form) > self.memory:
+                continue
             ways = list(self.ways(each, form, levels))
             fitting = list(filter(self.fits, ways))
             if fitting:
@@ -162,7 +179,8 @@ class Search:
             looked_at += ways
         least = min(looked_at, key=lambda way: way.memory["total"])
         assert self.memory is not None
-        raise TooLarge(least.memory["total"], self.memory, f"{least.mesh} with {least.count} micro-batches")
+        passing = least.memory["activations"] + least.memory["temporaries"]
+        raise TooLarge(least.memory["total"], self.memory, f"{least.mesh} with {least.count} micro-batches", passing)
 
     @functools.cached_property
     def shapes(self) -> dict[Port, Any]:
@@ -174,16 +192,19 @@ class Search:
         return self.memory is None or way.memory["total"] <= self.memory
 
     def ways(self, each: Candidate, form: str, levels: Sequence[int]) -> Iterator[Estimate]:
-        """Yields the candidate with the fastest layouts and with those of the experts, each with all parameters at
-        the first of some levels (`sbpc.passes.stages.zero`) at which it fits."""
-        for baseline in (None, *experts_of(each)):
+        """Yields the candidate with the fastest layouts and with those of the experts, or where rows of experts are
+        shared out with these shared out over all ranks, each with all parameters at the first of some levels
+        (`sbpc.passes.stages.zero`) at which it fits."""
+        every = tuple(at for at, size in enumerate(each.mesh.without(PIPE).sizes) if size > 1)
+        others: list[str | Axes] = [*experts_of(each)] if not self.shares else [every] if len(every) > 1 else []
+        for scheme in (None, *others):
             for level in levels:
                 if self.memory is not None and each.stored[level] > self.memory:
                     continue
                 try:
-                    blocks, plan_at = self.short_plans(each, form, baseline)
-                except PlanError:
-                    if baseline:  # whose scheme does not fit the model, or its mesh
+                    blocks, plan_at = self.short_plans(each, form, scheme)
+                except (PlanError, PinError, LayoutError):
+                    if scheme is not None:  # which does not fit the model, or its mesh
                         break
                     raise
                 times = [block_times(self.lengths, block) for block in blocks]
@@ -192,15 +213,32 @@ class Search:
                         plan_at(level), times, each.mesh, PIPE, each.schedule, each.microbatches, each.floor
                     )
                 )
-                if self.fits(way):
+                if self.fits(way) or (level == 0 and self.memory is not None and beyond(way.memory) > self.memory):
                     break
 
-    def short_plans(self, each: Candidate, form: str, baseline: str | None) -> tuple[list[str], Callable[[int], Plan]]:
-        """Returns the blocks of the short model and what plans it, the same for all numbers of stages."""
-        key = each.mesh.sizes[1:], each.microbatches, form, baseline
+    @functools.cached_property
+    def shares(self) -> bool:
+        """Whether ranks may share out rows of experts."""
+        return any(node.target in MESSAGE for node in self.short.gm.graph.nodes)
+
+    def least_kept(self, each: Candidate, form: str) -> float:
+        """Returns bytes that a rank of the first stage holds at least between the forwards and the backwards of all
+        micro-batches in flight there, if it has its part of the blocks and its ranks share all values."""
+        blocks = sum(self.lengths.values()) or 1
+        kept = total(self.lengths, kept_of(self.loop(form, each.microbatches).body))
+        flying = min(each.microbatches, each.stages)
+        return kept * (blocks // each.stages / blocks) * flying * each.stages / each.mesh.ranks
+
+    def short_plans(
+        self, each: Candidate, form: str, scheme: str | Axes | None
+    ) -> tuple[list[str], Callable[[int], Plan]]:
+        """Returns the blocks of the short model and what plans it, the same for all numbers of stages. scheme: an
+        expert's, or the axes of a stage over which rows of experts are shared out."""
+        key = each.mesh.sizes[1:], each.microbatches, form, scheme
         if key not in self.plans:
             inner = each.mesh.without(PIPE)
-            asked = self.short.stages, self.short.about, inner, PIPE, self.optimizer, baseline
+            baseline, shared = (scheme, None) if isinstance(scheme, str) else (None, scheme)
+            asked = self.short.stages, self.short.about, inner, PIPE, self.optimizer, baseline, shared
             self.plans[key] = short_plans(self.loop(form, each.microbatches), *asked)
         return self.plans[key]
 
@@ -215,17 +253,34 @@ class Search:
         """Returns the plan of a row: free, or as an expert's where that is faster."""
         task = self.task()
         asked = Options(optimizer=self.optimizer, memory=self.memory, stages=PIPE, schedule=each.schedule, **task.about)
-        asked = replace(asked, microbatches=each.microbatches, recompute=form)
+        asked = replace(asked, microbatches=each.microbatches, recompute=form, **self.routing)
         plans, errors = list[Plan](), list[SbpcError]()
         for baseline in (None, *experts_of(each)):
             again = task.again()
+            gm, mesh, options = routed(again.gm, each.mesh, replace(asked, baseline=baseline), again.stages)
             try:
-                plans.append(plan_stages(again.gm, again.stages, each.mesh, replace(asked, baseline=baseline)))
+                plans.append(plan_stages(gm, again.stages, mesh, options))
             except (PlanError, MemoryLimitError) as error:  # an expert's may not fit the model or the mesh
                 errors.append(error)
         if not plans:
             raise errors[0]
         return min(plans, key=lambda plan: plan.cost.seconds)
+
+
+def beyond(memory: Mapping[str, int]) -> int:
+    """Returns the bytes of a rank that are there however parameters and the optimizer's state are stored."""
+    return memory["total"] - memory["parameters"] - memory["optimizer"]
+
+
+def kept_of(gm: GraphModule) -> Iterator[tuple[str, int]]:
+    """Yields the module and the bytes of each value of a forward that is kept for the backward."""
+    fixed = made_of(gm, placeholders(gm, PARAMETER).values())
+    read = (used for node in gm.graph.nodes if is_late(node) for used in node.all_input_nodes)
+    kept = {memory_of(used): None for used in read if used.op == "call_function" and not is_late(used)}
+    for node in kept:
+        value = node.meta["val"]
+        if node.op == "call_function" and node not in fixed and isinstance(value, Tensor):
+            yield node.meta.get("module") or "", value.nbytes
 
 
 def experts_of(each: Candidate) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -14,13 +14,14 @@ from torch.fx import GraphModule
 
 from sbpc.api.candidates import candidates
 from sbpc.api.checks import checked
+from sbpc.api.experts import routed, routed_on
 from sbpc.api.short_model import short_model
 from sbpc.api.strategies import Search
 from sbpc.api.task import Task, prepare
 from sbpc.errors import MemoryLimitError, MeshError, SbpcError, check_kinds, least_of, shown
 from sbpc.mesh.cluster import COLLECTIVES, Cluster
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.options import BYTES, NONE, Options
+from sbpc.plans.options import BYTES, ERROR, NONE, Options
 from sbpc.plans.plan import Plan
 from sbpc.rules.choices import may_cut
 
@@ -57,6 +58,9 @@ def sweep(
     microbatches: bool = False,
     recompute: str = "none",
     seconds: float = 45.0,
+    capacity: float | None = None,
+    overflow: str = ERROR,
+    routing: float = 1.0,
     progress: Progress | None = None,
     **step: Any,
 ) -> list[Any]:
@@ -66,12 +70,13 @@ def sweep(
     Axes are called a, b, c, d, the last one having the fastest links. The step is captured once. Meshes that are
     mirror images with the same links are tried once. A mesh on which the step does not fit into `memory` has no row.
     cluster: a `Cluster`, the name of one, None for "ideal". step: what else `sbpc.plan` takes of a step (kwargs,
-    loss, targets, train, dtype, capture). The other options are those of `sbpc.plan`. progress: called with the
-    number of the mesh, of how many, and the mesh.
+    loss, targets, train, dtype, capture). The other options are those of `sbpc.plan`, as are capacity, overflow and
+    routing for rows of experts. progress: called with the number of the mesh, of how many, and the mesh.
 
     stages, microbatches, recompute: search whole strategies (`sbpc.api.strategies`): with stages of a pipeline, with
     several micro-batches, with what `recompute` of `sbpc.plan` says. Rows are then a `StrategyRow` each: `.mesh`
-    with the axes pipe, data and tensor, `.stages`, `.schedule`, `.microbatches`, `.recompute`, `.cost` with what it
+    with the axes pipe, data and tensor, which is called expert where it leaves a node, and there for a model whose rows
+    of experts may be shared out over it; `.stages`, `.schedule`, `.microbatches`, `.recompute`, `.cost` with what it
     is made of, `.lower_bound`, and `.plan`, which is made when it is asked for. seconds: CPU seconds after which the
     search looks at no further strategy. What has no row stands in `.refused` of every row, with the reason.
 
@@ -84,7 +89,9 @@ def sweep(
     `sbpc.plan` raises.
     """
     check_devices(devices, axes, progress)
-    options = checked(None, optimizer=optimizer, objective=objective, spread=spread, memory=memory, recompute=recompute)
+    rows_of_experts = {"capacity": capacity, "overflow": overflow, "routing": routing}
+    asked = {"optimizer": optimizer, "objective": objective, "spread": spread, "memory": memory, "recompute": recompute}
+    options = checked(None, **asked, **rows_of_experts)
     check_kinds(model=(model, "an nn.Module"))
     check_kinds(
         stages=(stages, "True or False"),
@@ -96,10 +103,14 @@ def sweep(
             raise SbpcError(
                 "spread= or objective= with a search of strategies\n  Leave it out: strategies are ranked by seconds."
             )
-        short, lengths = short_model(model)
+        few, lengths = short_model(model)
         whole = functools.cache(lambda: prepare(model, args, **step))
-        search = Search(whole, prepare(short, args, **step), lengths, optimizer, memory, recompute, seconds)
-        found = candidates(search.short, lengths, devices, cluster, stages, microbatches, optimizer, memory)
+        short = prepare(few, args, **step)
+        gm, on = routed_on(short.gm, options, short.stages)
+        short = replace(short, gm=short.stages.with_sums(gm, replace(options, **short.about)))
+        found = candidates(short, lengths, devices, cluster, stages, microbatches, optimizer, memory)
+        found = [replace(each, mesh=on(each.mesh)[0]) for each in found]
+        search = Search(whole, short, lengths, optimizer, memory, recompute, seconds, rows_of_experts)
         return search.rows(found, progress)
     task = prepare(model, args, **step)
     tried = meshes(devices, cluster, axes, stored_sizes(task.gm))
@@ -131,7 +142,8 @@ def check_devices(devices: Any, axes: Any, progress: Any) -> None:
 
 def row_of(task: Task, mesh: Mesh, options: Options) -> SweepRow:
     """Plans one mesh. The plan forgets the graphs that were made for its cost, and makes them again on use."""
-    plan = task.plan(mesh, options)
+    gm, mesh, options = routed(task.gm, mesh, options, task.stages)
+    plan = replace(task, gm=gm).plan(mesh, options)
     cost = plan.cost.step_seconds if plan.cost.objective != BYTES else plan.cost.paid
     plan.forget()
     return SweepRow(mesh, plan, cost)

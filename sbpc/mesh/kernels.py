@@ -48,8 +48,9 @@ class Product:
     kind: str = ""
 
     def part(self, parts: int) -> Product:
-        """Returns one of so many equal parts."""
-        return replace(self, rows=self.rows / parts)
+        """Returns one of so many equal parts: of the batch first, then of the rows."""
+        of_batch = min(self.batch, parts)
+        return replace(self, batch=self.batch / of_batch, rows=self.rows * of_batch / parts)
 
     def waves(self, tile: int, multiprocessors: int) -> tuple[Any, Any]:
         """Returns how many waves it takes, and the flops of one."""

@@ -90,7 +90,9 @@ class Layout:
         a tensor of `shape`: where rows are shared out by their groups `times` the mean."""
         found, cuts = list(shape), [self.cuts.get(dim, ()) for dim in range(len(shape))]
         for dim in range(len(shape)) if times != ANY else ():
-            if axes := tuple(axis for axis, state in enumerate(self.states) if state == Ragged(dim)):
+            if axes := tuple(
+                at for at, state in enumerate(self.states) if isinstance(state, Ragged) and state.dim == dim
+            ):
                 found[dim] = stretched(shape[dim], math.prod(sizes[axis] for axis in axes), times)
                 cuts[dim] += axes
         return tuple(found), tuple(cuts)

@@ -14,7 +14,7 @@ from rich.table import Table
 from sbpc.api.candidates import Refused
 from sbpc.api.strategies import StrategyRow
 from sbpc.api.sweep import SweepRow, sweep
-from sbpc.cli.options import add_planning, cluster_of, positive, target_of
+from sbpc.cli.options import ON_A_MESH, add_planning, cluster_of, positive, target_of
 from sbpc.cli.output import print_json, quiet, table_of
 from sbpc.cli.target import split_target
 from sbpc.inspect.tables import quantity
@@ -22,6 +22,7 @@ from sbpc.plans.options import NONE, RECOMPUTE
 from sbpc.plans.usage import Usage
 
 NAME = "sweep"
+OF_EXPERTS = "capacity", "overflow", "routing"
 HELP = "rank every mesh of a number of devices by the plan found on it"
 
 
@@ -41,6 +42,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=45.0, metavar="S", help="CPU seconds of a search of strategies (default: 45)"
     )
+    for name in OF_EXPERTS:
+        parser.add_argument(f"--{name}", **ON_A_MESH[name])
     parser.add_argument("--top", type=positive, default=10, metavar="N", help="how many meshes to print (default: 10)")
     add_planning(parser, mesh=False)
 
@@ -61,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
         "seconds",
     )
     asked: dict[str, Any] = {name: getattr(options, name) for name in names}
+    asked |= {name: given for name in OF_EXPERTS if (given := getattr(options, name)) is not None}
     asked |= {"cluster": cluster_of(options), "train": not options.no_train}
     with quiet(options), Progress(console=Console(stderr=True), transient=True) as bar:
         built = target_of(options, options.target)
