@@ -73,7 +73,7 @@ class ChunkCost:
     homes: bytes by parameter. trained: of trained ones. buffers: of these, and of the seed of random numbers. held:
     the bytes of a kind that stays while other programs run, see `kept_by`, or of what
     comes late of some parts, whose gradients may be the first ones; a program that brings the first gradients
-    home keeps no sums but those that are LEFT. program: by parts of a step, what the program costs that runs these.
+    home keeps no sums but those that are LEFT. keeps: by kind the inputs that a micro-batch keeps. program: by parts of a step, what the program costs that runs these.
     run: by parts, by what their messages are called, and by what is on its way before, the seconds that this takes
     and what is on its way then; of a piece of them where they name one, see `piece_of`. late: by parts and piece of
     what comes late the messages that this waits for. early: by parts whether something of their program comes early.
@@ -83,6 +83,7 @@ class ChunkCost:
     trained: int
     buffers: int
     held: Callable[[Kind], int]
+    keeps: Callable[[str], Sequence[int]]
     program: Callable[[Parts], ProgramCost]
     rise: Callable[[Parts, bool], tuple[int, int]]
     adds: Callable[[], float]
@@ -104,7 +105,7 @@ class ChunkCost:
         trained = sum(homes[port.name] for port in chunk.ports.outputs if port.kind == GRADIENT)
 
         @functools.cache
-        def kept() -> dict[str, int]:
+        def kept() -> tuple[dict[Kind, int], dict[str, list[int]]]:
             return kept_by(
                 programs, lambda life: life.size, lambda node: bytes_at(node.meta["val"], layout_at(node), chunk.mesh)
             )
@@ -150,7 +151,8 @@ class ChunkCost:
             homes,
             trained,
             buffers,
-            lambda kind: int(kept()[kind]) if isinstance(kind, str) else waiting(kind[0], begins(*kind)),
+            lambda kind: waiting(kind[0], begins(*kind)) if isinstance(kind, tuple) else int(kept()[0][kind]),
+            lambda kind: kept()[1][kind],
             lambda which: program(programs.of(which)),
             lambda which, first: most(which, begins(which, first)),
             functools.cache(adds),
@@ -235,6 +237,7 @@ def together(costs: Sequence[ChunkCost]) -> ChunkCost:
         sum(cost.trained for cost in costs),
         sum(cost.buffers for cost in costs),
         functools.cache(lambda kind: sum(cost.held(kind) for cost in costs)),
+        lambda kind: (),
         program,
         most,
         lambda: sum(cost.adds() for cost in costs),
