@@ -73,7 +73,8 @@ class ChunkCost:
     homes: bytes by parameter. trained: of trained ones. buffers: of these, and of the seed of random numbers. held:
     the bytes of a kind that stays while other programs run, see `kept_by`, or of what
     comes late of some parts, whose gradients may be the first ones; a program that brings the first gradients
-    home keeps no sums but those that are LEFT. keeps: by kind the inputs that a micro-batch keeps. program: by parts of a step, what the program costs that runs these.
+    home keeps no sums but those that are LEFT. keeps: by kind the inputs that a micro-batch keeps. program: by
+    parts of a step, what the program costs that runs these.
     run: by parts, by what their messages are called, and by what is on its way before, the seconds that this takes
     and what is on its way then; of a piece of them where they name one, see `piece_of`. late: by parts and piece of
     what comes late the messages that this waits for. early: by parts whether something of their program comes early.

@@ -66,7 +66,7 @@ def moments(plan: Any, stage: int) -> Iterator[Moment]:
     flying, once, begun = Counter[tuple[int, Kind]](), list[tuple[int, Kind]](), dict[int, Parts]()
     same, holders = shared_inputs(plan, stage), Counter[tuple[tuple[int, int], int]]()
 
-    def hold(kind: str, more: int) -> None:
+    def hold(at: int, batch: int, kind: str, more: int) -> None:
         for number in plan.chunk_costs[at].keeps(kind) if same else ():
             if value := same.get((at, number)):
                 before, holders[value, batch] = holders[value, batch], holders[value, batch] + more
@@ -82,7 +82,7 @@ def moments(plan: Any, stage: int) -> Iterator[Moment]:
             continue
         first = at not in begun
         if FORWARD in which and which != PARTS:
-            hold(SAVED, 1)
+            hold(at, batch, SAVED, 1)
         yield Moment(which, at, first, flying, once)
         if EARLY in which:
             once.append((at, (which, first)))
@@ -97,11 +97,11 @@ def moments(plan: Any, stage: int) -> Iterator[Moment]:
         if INPUTS in which:
             flying[at, SAVED] -= 1
             flying[at, HANDED] += 1
-            hold(SAVED, -1)
-            hold(HANDED, 1)
+            hold(at, batch, SAVED, -1)
+            hold(at, batch, HANDED, 1)
         if WEIGHTS in which:
             flying[at, HANDED] -= 1
-            hold(HANDED, -1)
+            hold(at, batch, HANDED, -1)
             once += [(at, LEFT if AFTER in which else ADDED)] if first else []
             begun.setdefault(at, which)
         home: Kind = (which, first) if plan.chunk_costs[at].late(which) else HOME
