@@ -434,3 +434,33 @@ def test_a_line_is_shown_as_it_is_when_a_model_is_captured_again(tmp_path):
         exec(compile(file.read_text(), str(file), "exec"), names)
         with pytest.raises(CaptureError, match=re.escape(f"return {text}\n")):
             capture(Model(names["forward"]), (x(),))
+
+
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_attention_whose_values_have_another_width_takes_the_fused_kernel(method):
+    """Latent attention has keys of 192 numbers and values of 128."""
+
+    def attended(model, x, mask):
+        q, k, v, w = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in model.linear(x).split([4, 4, 2, 2], -1))
+        narrow = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        scaled = F.scaled_dot_product_attention(query=q, key=k[:, :1], value=w[:, :1], scale=0.3, enable_gqa=True)
+        return narrow, scaled, F.scaled_dot_product_attention(v, w, torch.cat([q, k], -1), mask)
+
+    model, given = Model(attended, linear=nn.Linear(6, 12)), (x(3, 5, 6), torch.ones(5, 5).tril().bool())
+    model.double()
+    gm = capture(model, double(given), method=method)
+    assert_equal(gm, *eager(model, double(given)), 1e-12)
+    assert ops(gm)[ATTENTION] == 3 and not any("softmax" in str(op) for op in ops(gm))
+
+
+def test_attention_that_no_fused_kernel_takes_is_written_out():
+    def attended(model, x):
+        q = k = model.linear(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        biased = F.scaled_dot_product_attention(q, k, k[..., :2], model.bias)
+        return biased, F.scaled_dot_product_attention(q[0], k[0], k[0, ..., :2])
+
+    gm = check(Model(attended, bias=nn.Parameter(x(5, 5))), (x(3, 5, 6),), tolerance=1e-12)
+    assert ops(gm)[ATTENTION] == 0

@@ -293,16 +293,29 @@ class Tied(nn.Module):
         return F.cross_entropy((h @ self.embedding.weight.T).flatten(0, 1), y.flatten())
 
 
+class Reread(Tied):
+    """The same, but that all layers read also what comes out of the first one, which several chunks of a stage keep."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        first, *layers = self.layers
+        h = start = F.gelu(first(self.embedding(x)))
+        for layer in layers:
+            h = h * start + F.gelu(layer(h))
+        return F.cross_entropy((h @ self.embedding.weight.T).flatten(0, 1), y.flatten())
+
+
 @pytest.mark.parametrize(
     ("schedule", "count", "objective"),
     [("zbv", 4, "serial"), ("zbv", 1, "seconds"), ("interleaved", 2, "seconds"), ("interleaved", 1, "seconds")],
 )
+@pytest.mark.parametrize("make", [Tied, Reread])
 def test_every_program_of_every_stage_holds_what_is_predicted(
-    schedule: str, count: int, objective: str, monkeypatch: pytest.MonkeyPatch
+    make: type[Tied], schedule: str, count: int, objective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is in flight, gradients at home, and what arrives for a part of the backward that has nothing to compute."""
+    """What is in flight, gradients at home, and what arrives for a part of the backward that has nothing to compute;
+    and what several chunks of a stage receive."""
     torch.manual_seed(0)
-    model, args = Tied(), (torch.randint(24, (8, 4)), torch.randint(24, (8, 4)))
+    model, args = make(), (torch.randint(24, (8, 4)), torch.randint(24, (8, 4)))
     plan = sbpc.plan(
         model,
         args,

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import sbpc
+from sbpc import Mesh
 from sbpc._compat import FakeTensor
 from sbpc.passes.canonicalize.normalize import REWRITES, normalize
 from sbpc.passes.capture.capture import capture
@@ -213,3 +215,17 @@ def test_values_of_new_nodes_are_recomputed():
     loss = gm.graph.output_node().args[0][0]
     assert loss.target is aten.div.Tensor and loss.meta["val"].shape == () and loss.meta["phase"] == "forward"
     assert "cross_entropy" in loss.meta["stack_trace"]
+
+
+def test_new_tensors_are_made_of_their_sizes_alone():
+    def joined(x):
+        made = x.new_zeros(x.shape[0], 6)
+        return (torch.cat([made, x.new_full((x.shape[0], 2), 3.0), x], 1) * x.new_ones(4, 1)).square().sum()
+
+    args = (x(4, 6, dtype=torch.float64).requires_grad_(),)
+    gm = normalize(capture(Model(joined), args))
+    assert not [node for node in gm.graph.nodes if "new_" in str(node.target)]
+    assert_equal(gm, *eager(Model(joined), args), tolerance=1e-14)
+    plan = sbpc.plan(Model(joined), args, Mesh(a=2), inputs=["S(0)@a"])
+    found = [node for node in plan.graph.graph.nodes if node.target in (aten.zeros.default, aten.full.default)]
+    assert len(found) == 2 and all(str(node.meta["sbp"]) == "[S(0)]" for node in found)

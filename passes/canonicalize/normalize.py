@@ -62,6 +62,12 @@ def unchanged(write: Writer, x: Node, *_: Any, **__: Any) -> Node | None:
     return x if x.meta["val"].shape == write.value.shape else None
 
 
+def made(write: Writer, x: Node, *args: Any, **_: Any) -> Node:
+    """Makes a tensor that takes no more than its type from another one without that, in whose layout it would stand."""
+    value = write.value
+    return write.call(FACTORIES[write.target], *args, dtype=value.dtype, device=value.device)
+
+
 def mean(
     write: Writer, x: Node, dims: Sequence[int] | None = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Node:
@@ -201,8 +207,15 @@ BY_WRITER: dict[Callable[..., Any], Sequence[str]] = {  # the default overloads 
     unchanged: ["alias", "detach", "expand", "lift_fresh", "lift_fresh_copy"],
     view: ["view", "_unsafe_view"],
 }
+FACTORIES = {
+    aten.new_empty.default: aten.empty.memory_format,
+    aten.new_full.default: aten.full.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_zeros.default: aten.zeros.default,
+}
 REWRITES: dict[Any, Callable[..., Any]] = {
     **BAGS,
+    **dict.fromkeys(FACTORIES, made),
     **LISTS,
     **{getattr(aten, name).default: write for write, names in BY_WRITER.items() for name in names},
     aten.add.Scalar: added,

@@ -22,7 +22,7 @@ from sbpc.graph import ports
 from sbpc.graph.guards import COMPUTED, GUARDS
 from sbpc.graph.ports import Port
 from sbpc.graph.values import is_foreign, text_of
-from sbpc.passes.capture import flex
+from sbpc.passes.capture import attention, flex
 from sbpc.passes.capture.aot_tracer import joint
 from sbpc.passes.capture.attributes import DRAWN
 from sbpc.passes.capture.contents import First, settled
@@ -55,7 +55,7 @@ def capture(
     if method not in ("light", "aot"):
         raise CaptureError(f"method is {method!r}\n  It is 'light' or 'aot'.")
     request = module, args, kwargs or {}, loss, targets, dtype
-    with environment(train), _all_seeded(), flex.captured():
+    with environment(train), _all_seeded(), flex.captured(), attention.of_one_width():
         gm, first = _traced(request, train, method)
         if first:  # the second call must compute the same
             with settled(first):

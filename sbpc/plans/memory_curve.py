@@ -105,7 +105,8 @@ def memory_curve(plan: PlannedStep, stage: int) -> MemoryCurve:
     for (which, at, first, flying, once), (_, action) in zip(moments(plan, stage), plan.orders[stage]):
         held = Counter[tuple[str, str]]()
         for (chunk, kind), times in [*flying.items(), *((each, 1) for each in once)]:
-            name = kind if isinstance(kind, str) else GATHERED if EARLY in kind[0] else LATE
+            stays = SAVED if isinstance(kind, int) else kind  # what is held once less
+            name = stays if isinstance(stays, str) else GATHERED if EARLY in stays[0] else LATE
             about = GROUP_OF.get(name, GRADIENTS), f"{name} of chunk {chunk}" if len(parts) > 1 else name
             held[about] += times * parts[chunk].held(kind)
         found.append(("" if action.kind == STEP else f"{action} ", held, known(at, which, first)))

@@ -135,7 +135,8 @@ class PlannedStep(Pipeline):
                 source = self.chunks[number]
                 first = self.first_readers[name, self.owners[at]] == at
                 size = bytes_at(source.value(sent), source.left[sent], self.inner) if first else None
-                found[-1].append(Arrival(number, sent in source.sends_late, port.kind == TANGENT, size))
+                place, late = chunk.ports.inputs.index(port), port.kind == TANGENT
+                found[-1].append(Arrival(number, sent in source.sends_late, late, size, name, place))
         return found
 
     @functools.cached_property

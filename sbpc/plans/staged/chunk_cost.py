@@ -108,8 +108,8 @@ class ChunkCost:
     def held(self, kind: Kind) -> int:
         """Returns the bytes of a kind that stays while other programs run, see `kept_by`, or of what comes late of
         some parts, whose gradients may be the first ones."""
-        if isinstance(kind, str):
-            return int(self.kept()[kind])
+        if not isinstance(kind, tuple):
+            return int(self.kept()[0][kind])
         which, first = kind
         if first and not self.begins(which):
             return self.held((which, False))
@@ -117,12 +117,16 @@ class ChunkCost:
         return sum(map(life.size.__getitem__, storages))
 
     @once
-    def kept(self) -> dict[str, int]:
-        """Returns the bytes of all kinds."""
+    def kept(self) -> tuple[dict[Kind, int], dict[str, list[int]]]:
+        """Returns what `kept_by` does, in bytes."""
         mesh = self.programs.chunk.mesh
         return kept_by(
             self.programs, lambda life: life.size, lambda node: bytes_at(node.meta["val"], layout_at(node), mesh)
         )
+
+    def keeps(self, kind: str) -> Sequence[int]:
+        """Returns the inputs, by number, that a micro-batch keeps of a kind."""
+        return self.kept()[1][kind]
 
     @once
     def rise(self, which: Parts, first: bool) -> tuple[int, int]:
@@ -251,6 +255,9 @@ class JoinedCost(ChunkCost):
     @once
     def held(self, kind: Kind) -> int:
         return sum(cost.held(kind) for cost in self.costs)
+
+    def keeps(self, kind: str) -> Sequence[int]:
+        return ()
 
     @once
     def rise(self, which: Parts, first: bool) -> tuple[int, int]:

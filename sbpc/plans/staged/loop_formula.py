@@ -132,7 +132,8 @@ def memory_formula(plan: Pipeline, chunks: Chunks, sizes: Sequence[sympy.Symbol]
     for moment in moments(plan, stage):
         flying = {key: times for key, times in moment.flying.items() if times}
         more = symbol(M) - plan.count if plan.schedule.startswith(("gpipe", BREADTH_FIRST)) else 0
-        held = sympy.Add(*((times + more) * of[at].kept[kind] for (at, kind), times in sorted(flying.items())))
+        each = ((of[at].held(kind), times, times < 0) for (at, kind), times in sorted(flying.items(), key=str))
+        held = sympy.Add(*((times - more if saved else times + more) * size for size, times, saved in each))
         held += sympy.Add(*(of[at].held(kind) for at, kind in moment.once))
         for rise in of[moment.chunk].rises(moment.which, moment.first) if moment.which else [sympy.Integer(0)]:
             peaks[held + rise] = None
@@ -156,9 +157,9 @@ class ChunkMemory:
         self.trained = sympy.Add(*(self.given[Port(PARAMETER, port.name)] for port in ends))
 
     @functools.cached_property
-    def kept(self) -> dict[str, Any]:
+    def kept(self) -> dict[Kind, Any]:
         """Bytes by kind of what stays while other programs run."""
-        return kept_by(self.chunk, lambda life: storage_formulas(life, self.mesh, self.sizes), self.bytes_of)
+        return kept_by(self.chunk, lambda life: storage_formulas(life, self.mesh, self.sizes), self.bytes_of)[0]
 
     def bytes_of(self, node: Node) -> Any:
         """Returns the bytes of a value."""
@@ -184,7 +185,7 @@ class ChunkMemory:
 
     def held(self, kind: Kind) -> Any:
         """Returns the bytes of a kind that stays while other programs run, see `ChunkCost`."""
-        if isinstance(kind, str):
+        if not isinstance(kind, tuple):
             return self.kept[kind]
         life, storages = in_flight(self.chunk, kind[0], self.program(*kind))
         size = storage_formulas(life, self.mesh, self.sizes)

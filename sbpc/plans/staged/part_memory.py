@@ -20,16 +20,17 @@ from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
 
 GATHERED, SAVED, HANDED, HOME, ADDED, LEFT = "gathered", "saved", "handed", "home", "added", "left"  # see `kept_by`
 # the second: of parts, whose gradients may be the first ones, what comes early or late
-Kind = str | tuple[Parts, bool]
+# a number: the input of a chunk that has it
+Kind = str | int | tuple[Parts, bool]
 # of a storage: the part whose program makes it, "" for what a micro-batch is given, and its number there
 Place = tuple[str, int]
 
 
 def kept_by(
     chunk: ChunkPrograms, size_of: Callable[[Life], Sequence[Any]], bytes_of: Callable[[Node], Any]
-) -> dict[str, Any]:
-    """Returns by kind the bytes on the busiest rank of what stays while other programs of a chunk run. A storage is
-    counted once, however many values lie in it.
+) -> tuple[dict[Kind, Any], dict[str, list[int]]]:
+    """Returns by kind the bytes on the busiest rank of what stays while other programs of a chunk run, and the
+    inputs that are among what a micro-batch keeps. A storage is counted once, however many values lie in it.
 
     GATHERED: what is boxed before the micro-batches. SAVED: what a micro-batch keeps between forward and backward.
     HANDED: what it keeps between the two parts of the backward. HOME: the gradients that were boxed home. ADDED:
@@ -40,7 +41,8 @@ def kept_by(
     places: dict[str, Place | None] = dict.fromkeys(chunk.fixed.values())
     size, given = dict[Place, Any](), placeholders(chunk.boxed)
     late = {name for port, name in chunk.own.items() if port.kind == TANGENT}
-    for number, (port, name) in enumerate(chunk.own.items()):
+    for port, name in chunk.own.items():
+        number = chunk.chunk.ports.inputs.index(port)
         places[name] = "", number
         size["", number] = bytes_of(given[port])
 
@@ -58,18 +60,21 @@ def kept_by(
             places[name] = there[storage]
         return sum(each for (maker, _), each in size.items() if maker == part)
 
-    def of(names: Iterable[str]) -> Any:
+    def keep(kind: str, names: Iterable[str]) -> None:
         held = {place for name in names if (place := places.get(name)) is not None and place[0] != BEFORE}
-        return sum(map(size.__getitem__, held))
+        found[kind] = sum(map(size.__getitem__, held))
+        inputs[kind] = sorted(number for maker, number in held if not maker)
 
-    found = {GATHERED: run(BEFORE)}
+    inputs = dict[str, list[int]]()
+    found: dict[Kind, Any] = {number: each for (_, number), each in size.items()}
+    found[GATHERED] = run(BEFORE)
     run(FORWARD)
-    found[SAVED] = of((chunk.later[INPUTS] | chunk.later[WEIGHTS]) - late)
+    keep(SAVED, (chunk.later[INPUTS] | chunk.later[WEIGHTS]) - late)
     run(INPUTS)
-    found[HANDED] = of(chunk.later[WEIGHTS])
+    keep(HANDED, chunk.later[WEIGHTS])
     sums = {node: bytes_of(node) for node in chunk.summed}
     left = sum(each for node, each in sums.items() if node in chunk.homes)
-    return found | {HOME: run(AFTER), ADDED: sum(sums.values()), LEFT: left}
+    return found | {HOME: run(AFTER), ADDED: sum(sums.values()), LEFT: left}, inputs
 
 
 class Scope(NamedTuple):

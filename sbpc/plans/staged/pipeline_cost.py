@@ -60,7 +60,7 @@ class Pipeline:
         in the backward."""
         found = Counter[tuple[int, int, bool]]()
         for target, arrivals in enumerate(self.arrivals):
-            for source, late, _, size in arrivals:
+            for source, late, _, size, *_ in arrivals:
                 if size is not None and self.owners[source] != self.owners[target]:
                     found[source, target, late] += size
         return found

@@ -65,12 +65,14 @@ class Action(NamedTuple):
 class Arrival(NamedTuple):
     """A value that a chunk receives. source: the chunk that sends it. late, read_late: whether it is sent and read
     in the backward. size: its bytes on the busiest rank; None where the stage has it already, as an earlier reader
-    is on it."""
+    is on it. name: of the value, the same for all readers. number: among the inputs of the chunk."""
 
     source: int
     late: bool
     read_late: bool
     size: int | None
+    name: str = ""
+    number: int = -1
 
 
 def owners(schedule: str, stages: int) -> list[int]:

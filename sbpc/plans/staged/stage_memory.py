@@ -14,13 +14,13 @@ from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
 
 class Moment(NamedTuple):
     """A program that runs: its parts, its chunk, and whether its gradients are the first ones. flying: by chunk and
-    what is held of a micro-batch, how many of these are in flight. once: what else chunks hold, see
-    `ChunkCost.held`."""
+    what is held of a micro-batch, how many of these are in flight; less than none of an input that several chunks
+    hold, as the stage has it once. once: what else chunks hold, see `ChunkCost.held`."""
 
     which: Parts
     chunk: int
     first: bool
-    flying: Mapping[tuple[int, str], int]
+    flying: Mapping[tuple[int, Kind], int]
     once: Sequence[tuple[int, Kind]]
 
 
@@ -63,8 +63,16 @@ def held_at(plan: Any, moment: Moment) -> tuple[int, int, int, int]:
 def moments(plan: Any, stage: int) -> Iterator[Moment]:
     """Yields what a stage runs, in order, and what it holds when that begins; last that nothing runs, unless all
     was one program."""
-    flying, once, begun = Counter[tuple[int, str]](), list[tuple[int, Kind]](), dict[int, Parts]()
-    for which, (_, at, _) in plan.orders[stage]:
+    flying, once, begun = Counter[tuple[int, Kind]](), list[tuple[int, Kind]](), dict[int, Parts]()
+    same, holders = shared_inputs(plan, stage), Counter[tuple[tuple[int, int], int]]()
+
+    def hold(at: int, batch: int, kind: str, more: int) -> None:
+        for number in plan.chunk_costs[at].keeps(kind) if same else ():
+            if value := same.get((at, number)):
+                before, holders[value, batch] = holders[value, batch], holders[value, batch] + more
+                flying[value] -= max(holders[value, batch], 1) - max(before, 1)
+
+    for which, (_, at, batch) in plan.orders[stage]:
         if LATE in which:
             parts, piece = piece_of(which)
             first = begun[at] == parts
@@ -73,6 +81,8 @@ def moments(plan: Any, stage: int) -> Iterator[Moment]:
             once[once.index((at, (which[:-1], first)))] = at, HOME if last else (which, first)
             continue
         first = at not in begun
+        if FORWARD in which and which != PARTS:
+            hold(at, batch, SAVED, 1)
         yield Moment(which, at, first, flying, once)
         if EARLY in which:
             once.append((at, (which, first)))
@@ -87,10 +97,23 @@ def moments(plan: Any, stage: int) -> Iterator[Moment]:
         if INPUTS in which:
             flying[at, SAVED] -= 1
             flying[at, HANDED] += 1
+            hold(at, batch, SAVED, -1)
+            hold(at, batch, HANDED, 1)
         if WEIGHTS in which:
             flying[at, HANDED] -= 1
+            hold(at, batch, HANDED, -1)
             once += [(at, LEFT if AFTER in which else ADDED)] if first else []
             begun.setdefault(at, which)
         home: Kind = (which, first) if plan.chunk_costs[at].late(which) else HOME
         once += [(at, kind) for part, kind in ((BEFORE, GATHERED), (AFTER, home)) if part in which]
     yield Moment((), plan.chunks_on(stage)[0], False, flying, once)
+
+
+def shared_inputs(plan: Any, stage: int) -> dict[tuple[int, int], tuple[int, int]]:
+    """Returns, by chunk and number of an input that several chunks of a stage receive, the first of these: it comes
+    once, and lies in one place for all."""
+    readers: dict[str, list[tuple[int, int]]] = {}
+    for at in plan.chunks_on(stage):
+        for arrival in plan.arrivals[at] if len(plan.chunk_costs) > 1 else ():
+            readers.setdefault(arrival.name, []).append((at, arrival.number))
+    return {each: inputs[0] for name, inputs in readers.items() if name and len(inputs) > 1 for each in inputs}
