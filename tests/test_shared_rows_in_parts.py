@@ -19,9 +19,10 @@ from sbpc.graph.about import RECOMPUTES
 from sbpc.mesh.states import Ragged
 from sbpc.plans.measure import dispatch_of
 from sbpc.plans.timeline import COMPUTE, works
-from tests.compare import largest_error
+from tests.compare import eager, largest_error
 from tests.processes import run_ranks
 from tests.routed import ROUTINGS, Layer, Layers, Routed, batch
+from tests.test_plan import refused
 from tests.test_shared_rows import PRODUCT, rows_sent, states
 
 PIPE: dict[str, Any] = {"pipe": 2, "a": 2}
@@ -218,3 +219,30 @@ def test_no_chunk_ends_amid_rows_that_stand_sorted_by_expert(state: str) -> None
     with pytest.raises(PlanError, match="before which rows stand sorted by expert"):
         cuts = ("layers.0.experts.down",)
         sbpc.plan(model, batch(), Mesh(pipe=2, a=2), pin=pin, microbatches=2, stages="pipe", cuts=cuts)
+
+
+def test_stages_refuse_a_loss_that_balances_experts_over_the_whole_batch() -> None:
+    message = refused(
+        LoopError, lambda: sbpc.plan(Routed().double(), batch(), Mesh(pipe=2), stages="pipe", microbatches=2)
+    )
+    assert message.startswith("each micro-batch needs the whole batch's value of this op, which depends on parameter")
+    assert "histc" in message and "output_router_logits=False" in message and "module.no_sync()" in message
+
+
+def balanced(plan: sbpc.Plan) -> dict[str, Tensor]:
+    """The gradients of a step of which this rank gives its rows."""
+    torch.manual_seed(0)
+    module = sbpc.parallelize(Routed().double(), plan)
+    x, favour = batch()
+    module.step(x.split([5, 3])[torch.distributed.get_rank()], favour)
+    return {name: each.grad.full_tensor() for name, each in module.named_parameters()}
+
+
+def test_ranks_with_rows_of_their_own_balance_experts_over_the_whole_batch() -> None:
+    torch.manual_seed(0)
+    model = Routed().double()
+    plan = sbpc.plan(model, batch(), Mesh(data=2), inputs="data", microbatches=2)
+    _, expected = eager(model, batch())
+    for found in run_ranks(balanced, 2, plan):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-10)

@@ -105,6 +105,14 @@ def partial_gradients(gm: GraphModule) -> dict[str, Wish]:
     return wishes
 
 
+WHOLE_BATCH = (
+    "Plan without stages=, where micro-batches know such a value of the whole batch; or leave such an op out: batch "
+    "statistics, a loss that balances experts over the batch (output_router_logits=False of transformers). To have it "
+    "of each part of the batch instead, which gives other numbers, step over one part after the other in "
+    "module.no_sync()."
+)
+
+
 class BodyWriter(Unroller):
     """Writes the body: by node of the boxed graph, a list of the one node that stands for it."""
 
@@ -141,9 +149,7 @@ class BodyWriter(Unroller):
             wrong += [] if maker_of(join).name in known else ["runs in two phases"]
             if wrong:
                 what = f"each micro-batch needs the whole batch's value of this op, which {wrong[0]}"
-                raise LoopError(
-                    at_node(what, maker_of(join), "Plan without stages=, or leave such an op (batch statistics) out.")
-                )
+                raise LoopError(at_node(what, maker_of(join), WHOLE_BATCH))
         return set(joins)
 
     def after_joins(self, early: set[Node]) -> set[Node]:

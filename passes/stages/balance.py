@@ -153,26 +153,46 @@ def among_experts(places: Places) -> set[int]:
     return found
 
 
-def cuts_at(gm: GraphModule, places: Places, named: Sequence[str], mesh: Mesh) -> list[int]:
-    """Returns the first place of every stage but the first: where the block of a named parameter begins, or what reads
-    it where others of the block are in the stage before. Raises PlanError for names that part no stages, or rows of
-    experts."""
-    stored, here, found = placeholders(gm, PARAMETER), [0, *between_blocks(places)], [0]
-    first = {
+def first_reads(gm: GraphModule, places: Places) -> dict[str, int]:
+    """Returns by parameter the first place that reads it, 0 if none does."""
+    stored = placeholders(gm, PARAMETER)
+    return {
         port.name: min((places[user] for user in node.users if user in places and not is_late(user)), default=0)
         for port, node in stored.items()
     }
+
+
+def cuts_at(gm: GraphModule, places: Places, named: Sequence[str], mesh: Mesh) -> list[int]:
+    """Returns the first place of every stage but the first: where the block of a named parameter begins, or what reads
+    it where others of the block are in the stage before; of a text such as "up.weight+2" two places behind that which
+    reads it. Raises PlanError for names that part no stages, or rows of experts."""
+    here, found, first = [0, *between_blocks(places)], [0], first_reads(gm, places)
     for name in named:
-        place = first.get(name, 0)
-        before = max((each for each in first.values() if each < place), default=0)
-        start = max(each for each in here if each <= place)
-        found.append(start if start > before else place)
-        if found[-1] <= found[-2]:
+        named_alone, sign, further = name.rpartition("+")
+        if sign and name not in first and further.lstrip("-").isdigit():
+            found.append(first.get(named_alone, 0) + int(further))
+        else:
+            place = first.get(name, 0)
+            before = max((each for each in first.values() if each < place), default=0)
+            start = max(each for each in here if each <= place)
+            found.append(start if start > before else place)
+        if found[-1] <= found[-2] or found[-1] > max(places.values()):
             raise PlanError(f"cuts= names {name!r}, before which no stage ends\n  Give plan.cuts of a plan like this.")
         if mesh.ranks > 1 and found[-1] in among_experts(places):
             what = f"cuts= names {name!r}, before which rows stand sorted by expert, and ranks may share them out"
             raise PlanError(f"{what}\n  Name the first parameter of a block.")
     return found[1:]
+
+
+def names_of(gm: GraphModule, places: Places, cuts: Sequence[int]) -> list[str]:
+    """Returns texts for which `cuts_at` gives these places: of the last parameter that is first read before."""
+    first, found = first_reads(gm, places), list[str]()
+    for place in cuts:
+        name = max(
+            first, key=lambda each: (first[each] <= place, first[each] if first[each] <= place else -first[each])
+        )
+        found.append(f"{name}+{place - first[name]}")
+    return found
 
 
 def trained_at(gm: GraphModule, places: Places) -> list[int]:

@@ -18,7 +18,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import B, Partial, Split, State
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.micro_batches import batch_of
-from sbpc.passes.stages.balance import cuts_at, cuts_of, places_of
+from sbpc.passes.stages.balance import cuts_at, cuts_of, names_of, places_of
 from sbpc.passes.stages.cut import StageGraph, cut
 from sbpc.passes.stages.zero import Build, within_levels
 from sbpc.plans.chunk import Assignment, Chunk
@@ -108,7 +108,24 @@ def staged(
     for write in parts:
         body = write(plan)
         plan = plan if body is None else better(plan, rewritten(plan, body, schedule, made))
-    return breadth_first(plan, made) if stages == 1 and may_change else plan
+    if stages > 1:
+        return with_cuts(plan)
+    return breadth_first(plan, made) if may_change else plan
+
+
+def with_cuts(plan: Plan) -> Plan:
+    """Returns the plan with its cuts among its options, unless the first parameters of its chunks lead back to them:
+    a chunk may have none of its own, or begin behind what reads it."""
+    assert plan.body is not None
+    gm, mesh = plan.body.annotated, plan.body.mesh
+    places = places_of(gm)
+    if plan.options.cuts is not None:
+        return plan
+    even = cuts_of(gm, places, len(plan.chunks), mesh)
+    with suppress(PlanError):
+        if cuts_at(gm, places, plan.cuts, mesh) == even:
+            return plan
+    return replace(plan, options=replace(plan.options, cuts=tuple(names_of(gm, places, even))))
 
 
 def breadth_first(plan: Plan, made: Made) -> Plan:

@@ -93,7 +93,10 @@ class PlannedStep(Pipeline):
 
     @functools.cached_property
     def cuts(self) -> list[str]:
-        """The first parameter of every chunk but the first that earlier ones do not have, as `cuts=` takes them."""
+        """Where every chunk but the first begins, as `cuts=` takes it: its first parameter that earlier ones do not
+        have, where that leads back to the same place."""
+        if self.options.cuts is not None:
+            return list(self.options.cuts)
         known, found = set[str](), list[str]()
         for chunk in self.chunks:
             own = [port.name for port in chunk.ports.inputs if port.kind == PARAMETER and port.name not in known]
