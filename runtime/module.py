@@ -114,12 +114,13 @@ def parallelize(
                meta device.
     executor   "auto" is Inductor's kernels on GPUs, where equal layers are compiled once, and generated code on CPUs;
                on one GPU of a named or measured cluster, whose kernels would be done before they are all launched,
-               as "graph", without a limit of memory. "graph" runs the same as a CUDA graph, which is recorded at the third call: arguments are
-               copied into memory of its own, and results and gradients out of it, so it takes that much more. Weights
-               stay where they are: with several ranks, do not move them. It refuses CPUs, stages and programs that
-               wait for values, as where ranks share out rows of experts. In a loop, steps within `no_sync` and the
-               one that ends them are launched call by call. Or "code", "inductor", "interpreter", or "nans", which
-               ends with NanError at the first op that makes NaN, with its module and your line.
+               as "graph", without a limit of memory. "graph" runs the same as a CUDA graph, recorded at the third
+               call: arguments are copied into memory of its own, and results and gradients out of it, so it takes
+               that much more. Weights stay where they are: with several ranks, do not move them. It refuses CPUs,
+               stages, and programs that wait for values, as where ranks share out rows of experts. In a loop, steps
+               within `no_sync` and the one that ends them are launched call by call. Or "code", "inductor",
+               "interpreter", or "nans", which ends with NanError at the first op that makes NaN, with its module and
+               your line.
     device     "cuda" or "cpu"; by default what there is.
 
     Random numbers (dropout, `torch.rand` and the like) depend on a seed, on the place in the program and on where an

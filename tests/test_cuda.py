@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.fx import Graph, GraphModule
 
 import sbpc
 from sbpc import Mesh
 from sbpc.plans.staged.staged_timeline import stage_events
 from sbpc.plans.timeline import INSIDE, Event
+from sbpc.runtime.recorded import About, Recorded
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.same_calls import checksum
 from sbpc.runtime.step_trace import recorded
@@ -34,7 +36,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
         process_groups.stop()
 
 
-@pytest.mark.parametrize("executor", ["auto", "code", "inductor"])
+@pytest.mark.parametrize("executor", ["auto", "code", "inductor", "graph"])
 def test_training_on_one_gpu_equals_eager(one_rank: Any, executor: str) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
@@ -54,6 +56,57 @@ def test_training_on_one_gpu_equals_eager(one_rank: Any, executor: str) -> None:
     for name, parameter in parallel.named_parameters():
         assert parameter.device.type == "cuda", name
         torch.testing.assert_close(parameter.full_tensor(), model.get_parameter(name), rtol=1e-9, atol=1e-12)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("how", ["step", "apart", "loop"])
+def test_a_replayed_step_gives_what_its_program_gives(one_rank: Any, how: str) -> None:
+    """Over eight steps with dropout, each on another batch, of which some add up gradients; what it returns is kept."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, args = models.gpt2(batch=4)
+    model = nn.Sequential(model.tokens, model.blocks[0], nn.Dropout(0.5), model.head).cuda()
+    tokens = args[0].cuda()
+    plan = sbpc.plan(WithLoss(model), (tokens,), Mesh(data=1), microbatches=2 if how == "loop" else None)
+    found = []
+    for executor in ("inductor", "graph"):
+        module: Any = sbpc.parallelize(WithLoss(model), plan, executor=executor)
+        optimizer, losses = torch.optim.SGD(module.parameters(), lr=1e-3), []
+        for at in range(8):
+            if at % 2 == 0:
+                optimizer.zero_grad()
+            batch = tokens.roll(at, 1).clone()
+            losses.append(module(batch) if how == "apart" else module.step(batch))
+            if how == "apart":
+                losses[-1].backward()
+            optimizer.step()
+        found.append(torch.stack([loss.detach() for loss in losses]))
+        if executor == "graph":
+            runner = type(module)._sbpc_runners[0]
+            functions = [runner.replayed] if how == "loop" else [*runner.functions.values()]
+            assert all(any(each.replay for each in function.known.values()) for function in functions)
+    assert len({loss.item() for loss in found[0]}) == 8
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=0)
+
+
+class WithLoss(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.inner(tokens).square().mean()
+
+
+def test_a_step_that_reads_values_on_the_cpu_is_refused_while_it_is_recorded(one_rank: Any) -> None:
+    run = Recorded(
+        lambda given: (given.pop() * given[0].sum().item(),), About([False, True], torch.device("cuda", 0), 1), True
+    )
+    for _ in range(2):
+        run([torch.ones(2, device="cuda"), torch.ones(2, device="cuda")])
+    weight = torch.ones(2, device="cuda")
+    with pytest.raises(sbpc.errors.PlanError, match="cannot be recorded as a CUDA graph"):
+        for _ in range(3):
+            run([torch.ones(2, device="cuda"), weight])
 
 
 def test_a_checksum_of_arguments_is_the_same_on_a_gpu() -> None:

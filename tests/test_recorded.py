@@ -435,3 +435,24 @@ def steps_of_two_ranks() -> str:
 def test_collectives_by_gloo_are_refused() -> None:
     for said in run_ranks(steps_of_two_ranks, 2):
         assert "sends by gloo, which runs on CPUs, so that no CUDA graph can hold it" in said
+
+
+def test_masters_are_cast_into_memory_of_the_recording(graphs: Again) -> None:
+    """An evaluation in bfloat16 reads copies of float32 masters, which lie somewhere else at each call."""
+    torch.manual_seed(0)
+    model, args = models.mlp()
+    model, args = model.bfloat16(), tuple(arg.bfloat16() for arg in args)
+    plan = sbpc.plan(model, args, Mesh(data=1))
+    test = sbpc.plan(copy.deepcopy(model).eval(), args, Mesh(data=1), train=False, pin=plan.parameters)
+    found = []
+    for executor in ("code", "graph"):
+        module = sbpc.parallelize(model.train(), plan, evaluate=test, executor=executor)
+        optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.1), {}
+        for at, batch in enumerate(batches(args, 6)):
+            module.train().step(*batch)  # type: ignore[operator]
+            optimizer.step()
+            with torch.no_grad():
+                losses[str(at)] = module.eval()(*batch)
+        found.append(losses)
+    assert_same(found[1], found[0])
+    assert (graphs.records, graphs.replays) == (2, 8)
