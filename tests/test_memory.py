@@ -337,6 +337,8 @@ def test_every_program_of_every_stage_holds_what_is_predicted(
 
     monkeypatch.setattr(LoopSimulation, "count", counted)
     assert sbpc.simulate(plan, model, args).peak_memory == plan.cost.memory["total"]
+    numbers = {plan.cost.symbols[name]: value for name, value in plan.cost.numbers.items()}
+    assert plan.cost.memory_expr.xreplace(numbers) == plan.cost.memory["total"] == max(plan.memory_curve().bytes)
     for stage, counts in enumerate(held):
         stored = plan.memory_of(stage)["parameters"]
         moments = [sum(stage_memory.held_at(plan, moment)) for moment in stage_memory.moments(plan, stage)][
