@@ -18,11 +18,13 @@ from sbpc.errors import MemoryLimitError
 from sbpc.mesh.cluster import CLUSTERS
 from sbpc.passes.memory.live_bytes import STORED
 from sbpc.plans.staged import stage_memory
+from sbpc.plans.staged.schedules import EARLY
 from sbpc.runtime.one_process.simulate import LoopSimulation
 from tests import models
 from tests.compare import largest_error
 from tests.models import Model
 from tests.random_plans import random_plan
+from tests.test_breadth_first import LAN
 from tests.test_closed_forms import Linears
 from tests.test_sequence import COLUMN_ROW
 from tests.test_sequence import Model as SequenceModel
@@ -337,9 +339,29 @@ def test_every_program_of_every_stage_holds_what_is_predicted(
 
     monkeypatch.setattr(LoopSimulation, "count", counted)
     assert sbpc.simulate(plan, model, args).peak_memory == plan.cost.memory["total"]
+    numbers = {plan.cost.symbols[name]: value for name, value in plan.cost.numbers.items()}
+    assert plan.cost.memory_expr.xreplace(numbers) == plan.cost.memory["total"] == max(plan.memory_curve().bytes)
     for stage, counts in enumerate(held):
         stored = plan.memory_of(stage)["parameters"]
         moments = [sum(stage_memory.held_at(plan, moment)) for moment in stage_memory.moments(plan, stage)][
             :-1
         ]  # at the last one nothing runs
         assert [stored + each for each in moments] == counts
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({"data": 2}, {"schedule": "breadth-first:4"}),
+        ({"pipe": 2, "data": 2}, {"schedule": "interleaved", "stages": "pipe"}),
+    ],
+    ids=str,
+)
+def test_what_chunks_of_a_stage_share_is_held_once_where_parameters_come_early(
+    axes: dict[str, int], options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model, args, mesh = Reread(), (torch.randint(24, (8, 4)), torch.randint(24, (8, 4))), Mesh(cluster=LAN, **axes)
+    plan = sbpc.baseline("fsdp", model, args, mesh, microbatches=4, optimizer=None, **options)
+    assert any(EARLY in which for which, _ in plan.order(0))
+    assert sbpc.simulate(plan, model, args).peak_memory == plan.cost.memory["total"]

@@ -81,7 +81,7 @@ def moments(plan: Any, stage: int) -> Iterator[Moment]:
             once[once.index((at, (which[:-1], first)))] = at, HOME if last else (which, first)
             continue
         first = at not in begun
-        if FORWARD in which and which != PARTS:
+        if FORWARD in which and EARLY not in which and which != PARTS:
             hold(at, batch, SAVED, 1)
         yield Moment(which, at, first, flying, once)
         if EARLY in which:
