@@ -165,14 +165,13 @@ def read_json(text: str) -> Any:
         raise ValueError("it is nested too deeply") from error
     level = [value]
     for _ in range(DEEPEST):
-        wrong = next((item for item in level if not fits_json(item)), None)
-        if wrong is not None:
+        texts, numbers = [x for x in level if type(x) is str], [x for x in level if type(x) is int]
+        if not (
+            fits_json("".join(texts)) and fits_json(min(numbers, default=0)) and fits_json(max(numbers, default=0))
+        ):
+            wrong = next(item for item in level if not fits_json(item))
             raise ValueError(f"it holds {shown(wrong)}")
-        parts = [
-            item if type(item) is list else itertools.chain(item, item.values())
-            for item in level
-            if type(item) in (list, dict)
-        ]
+        parts = [x if type(x) is list else itertools.chain(x, x.values()) for x in level if type(x) in (list, dict)]
         level = list(itertools.chain.from_iterable(parts))
         if not level:
             return value

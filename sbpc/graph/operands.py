@@ -51,16 +51,22 @@ def with_arguments(
     return placed, {**kwargs, **{name: value for name, value in changed.items() if name not in names}}
 
 
+PLAIN = frozenset((bool, float, int, str, type(None)))
+
+
 def hashable(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
     """A hashable picture of nested arguments: tensors as `of_tensor` says, nodes as the tensors that they stand for."""
-    if isinstance(value, Node):
+    kind = type(value)
+    if kind in PLAIN:
+        return kind, value
+    if kind is Node:
         value = value.meta["val"]
     if isinstance(value, Tensor):
         return of_tensor(value)
     if isinstance(value, (tuple, list)):
-        return (list, *(hashable(item, of_tensor) for item in value))
+        return (list, *[hashable(item, of_tensor) for item in value])
     if isinstance(value, Mapping):
-        return (dict, *((name, hashable(item, of_tensor)) for name, item in value.items()))
+        return (dict, *[(name, hashable(item, of_tensor)) for name, item in value.items()])
     return type(value), value
 
 

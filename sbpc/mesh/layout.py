@@ -166,18 +166,24 @@ class Layout:
         Raises LayoutError for a text that is none.
         """
         check_kinds(LayoutError, layout=(text, "a text"))
-        match = re.fullmatch(r"\s*\[([^\]]*)\]((?:\s+S\(\d+\)@\S+)*)\s*", text)
-        if match is None:
-            todo = "A layout reads [B, S(0)], with S(0)@inner>outer for another order."
-            raise LayoutError(f"{text!r} is not a layout\n  {todo}")
-        states = tuple(parse_state(part) for part in match[1].split(",") if part.strip())
-        order: list[int] = []
-        for state, names in re.findall(r"S\((\d+)\)@(\S+)", match[2]):
-            for name in names.split(">"):
-                if name not in axes or states[list(axes).index(name)] != Split(int(state)):
-                    raise LayoutError(f"{text!r}: axis {name!r} does not cut dim {state}\n  Name the axes of that dim.")
-                order.append(list(axes).index(name))
-        return cls(tuple(axes), states, (*order, *(at for at in range(len(axes)) if at not in order)))
+        return parsed(text, tuple(axes))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def parsed(text: str, axes: Names) -> Layout:
+    """The layout that a text stands for; a file names a few very often."""
+    match = re.fullmatch(r"\s*\[([^\]]*)\]((?:\s+S\(\d+\)@\S+)*)\s*", text)
+    if match is None:
+        todo = "A layout reads [B, S(0)], with S(0)@inner>outer for another order."
+        raise LayoutError(f"{text!r} is not a layout\n  {todo}")
+    states = tuple(parse_state(part) for part in match[1].split(",") if part.strip())
+    order: list[int] = []
+    for state, names in re.findall(r"S\((\d+)\)@(\S+)", match[2]):
+        for name in names.split(">"):
+            if name not in axes or states[axes.index(name)] != Split(int(state)):
+                raise LayoutError(f"{text!r}: axis {name!r} does not cut dim {state}\n  Name the axes of that dim.")
+            order.append(axes.index(name))
+    return Layout(axes, states, (*order, *(at for at in range(len(axes)) if at not in order)))
 
 
 def broadcast(axes: Sequence[str]) -> Layout:

@@ -115,10 +115,9 @@ class FileCheck(ShapeCheck):
         if n.op not in ("call_function", "get_attr"):
             return value
         said = n.meta.get("val")
-        if said is not None or not self.local:
-            if kinds(value) != kinds(said):
-                value = self.on_cpu(n)  # kernels of the meta device give others to what nobody reads
-            self.require(kinds(value) == kinds(said), f"it makes {kinds(value)}, not {kinds(said)}", n)
+        if (said is not None or not self.local) and kinds(value) != kinds(said):
+            value = self.on_cpu(n)  # kernels of the meta device give others to what nobody reads
+            self.require(kinds(value) == kinds(said), f"it makes {told(value)}, not {told(said)}", n)
         if n.op == "call_function":
             self.check_call(n, value)
         return value
@@ -193,8 +192,15 @@ def about(value: Tensor) -> Any:
 
 def kinds(value: Any) -> Any:
     """Returns dtype and shape of a tensor, or of several."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape
+    return [kinds(item) for item in value] if isinstance(value, (tuple, list)) else None
+
+
+def told(value: Any) -> Any:
+    """Returns the same for a message."""
     if isinstance(value, (tuple, list)):
-        return [kinds(item) for item in value]
+        return [told(item) for item in value]
     return f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else None
 
 

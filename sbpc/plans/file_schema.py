@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,21 +15,18 @@ from sbpc.graph.ports import INPUTS, OUTPUTS
 from sbpc.mesh.collectives import EIGHT_BITS
 from sbpc.plans.options import GATHERED, OBJECTIVES, OPTIMIZER_STATE, OVERFLOWS, REDUCTIONS
 
-# the first place within a value that does not fit, with what stands there; None if all fits
+# the first place within a value that does not fit, with what stands there; None if all fits. Plain loops: a large
+# model's file has some 200,000 places
 Check = Callable[[Any], str | None]
 # which are told one by one, and of which a small file can ask for very many
 MOST_RANKS, MOST_MICRO_BATCHES = 1 << 20, 1 << 14
 DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+NAMES_OF_DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
 
 
 def leaf(fits: Callable[[Any], bool]) -> Check:
     """Returns the check of a value without parts."""
     return lambda value: None if fits(value) else f" is {shown(value)}"
-
-
-def first(places: Iterable[tuple[str, str | None]]) -> str | None:
-    """Returns the first place that does not fit."""
-    return next((place + wrong for place, wrong in places if wrong is not None), None)
 
 
 def either(*checks: Check) -> Check:
@@ -43,7 +40,10 @@ def many(check: Check) -> Check:
     def inner(value: Any) -> str | None:
         if type(value) is not list:
             return f" is {shown(value)}"
-        return first((f"[{at}]", check(item)) for at, item in enumerate(value))
+        for at, item in enumerate(value):
+            if (wrong := check(item)) is not None:
+                return f"[{at}]{wrong}"
+        return None
 
     return inner
 
@@ -51,12 +51,15 @@ def many(check: Check) -> Check:
 def row(*checks: Check) -> Check:
     """Returns the check of a list with these parts."""
 
-    def check(value: Any) -> str | None:
+    def inner(value: Any) -> str | None:
         if type(value) is not list or len(value) != len(checks):
             return f" is {shown(value)}"
-        return first((f"[{at}]", each(item)) for at, (each, item) in enumerate(zip(checks, value)))
+        for at, check in enumerate(checks):
+            if (wrong := check(value[at])) is not None:
+                return f"[{at}]{wrong}"
+        return None
 
-    return check
+    return inner
 
 
 def table(check: Check) -> Check:
@@ -65,7 +68,10 @@ def table(check: Check) -> Check:
     def inner(value: Any) -> str | None:
         if type(value) is not dict or not all(map(is_name, value)):
             return f" is {shown(value)}"
-        return first((f"[{key!r}]", check(item)) for key, item in value.items())
+        for key, item in value.items():
+            if (wrong := check(item)) is not None:
+                return f"[{key!r}]{wrong}"
+        return None
 
     return inner
 
@@ -74,15 +80,23 @@ def record(needed: dict[str, Check], allowed: dict[str, Check] | None = None) ->
     """Returns the check of an object with these keys, and no others."""
     checks = needed | (allowed or {})
 
-    def check(value: Any) -> str | None:
+    def inner(value: Any) -> str | None:
         if type(value) is not dict or not needed.keys() <= value.keys() <= checks.keys():
             return f" is {shown(value)}"
-        return first((f".{key}", checks[key](item)) for key, item in value.items())
+        for key, item in value.items():
+            if (wrong := checks[key](item)) is not None:
+                return f".{key}{wrong}"
+        return None
 
-    return check
+    return inner
 
 
-NONE, NAME = leaf(lambda v: v is None), leaf(is_name)
+def none(value: Any) -> str | None:
+    """Checks that there is no value."""
+    return None if value is None else " is a value"  # that of `either` says which
+
+
+NONE, NAME = none, leaf(is_name)
 LINE = leaf(lambda v: type(v) is str and v.isprintable())
 FLAG, TEXT = leaf(lambda v: type(v) is bool), leaf(lambda v: type(v) is str)
 IDENTIFIER = leaf(lambda v: is_name(v) and v.isidentifier() and not keyword.iskeyword(v))
@@ -100,14 +114,16 @@ def one_of(*names: str) -> Check:
 def call_argument(value: Any) -> str | None:
     """Checks an argument of a call: a plain value, a list of arguments, or an object of one key that says what it
     is."""
-    if type(value) is list:
-        return many(call_argument)(value)
-    if type(value) is not dict:
-        return None if value is None or type(value) in (bool, int) or is_name(value) else f" is {shown(value)}"
-    return next(
-        (KINDS[kind](inner) for kind, inner in value.items() if len(value) == 1 and kind in KINDS),
-        f" is {shown(value)}",
-    )
+    kind = type(value)
+    if kind is list:
+        return ARGUMENTS(value)
+    if kind is not dict:
+        return None if value is None or kind in (bool, int) or is_name(value) else f" is {shown(value)}"
+    if len(value) == 1:
+        ((key, inner),) = value.items()
+        if key in KINDS:
+            return KINDS[key](inner)
+    return f" is {shown(value)}"
 
 
 def structure(value: Any) -> str | None:
@@ -121,11 +137,11 @@ def structure(value: Any) -> str | None:
 def choice(value: Any) -> str | None:
     """Checks the choice of a node: a signature and its factor for each axis, then the axes in the order of their
     cuts."""
-    parts = many(row(NAME, either(NONE, NAME)))
-    fits = type(value) is list and value and parts(value[:-1]) is None and many(INTEGER)(value[-1]) is None
+    fits = type(value) is list and value and WAYS(value[:-1]) is None and INTEGERS(value[-1]) is None
     return None if fits and sorted(value[-1]) == list(range(len(value) - 1)) else f" is {shown(value)}"
 
 
+ARGUMENTS, INTEGERS, WAYS = many(call_argument), many(INTEGER), many(row(NAME, either(NONE, NAME)))
 KWARGS = record({"dict": table(call_argument)})
 KINDS = {"node": IDENTIFIER, "float": NAME, "dict": table(call_argument), "device": NAME, "torch": NAME}
 TENSOR = row(DTYPE, SIZES, SIZES)
@@ -135,8 +151,8 @@ META = {
     RECOMPUTES: NAME, REDUCE: one_of(FLOAT32, EXCHANGE), SENDS: one_of(*EIGHT_BITS), "part": row(NAME, SIZES),
     SLICE: INTEGER,
 }  # fmt: skip
-NODE = {"name": IDENTIFIER, "op": NAME, "target": NAME, "val": VALUE, "args": many(call_argument), "kwargs": KWARGS}
-CONSTANTS = {"constants": table(row(DTYPE, SIZES, many(call_argument)))}
+NODE = {"name": IDENTIFIER, "op": NAME, "target": NAME, "val": VALUE, "args": ARGUMENTS, "kwargs": KWARGS}
+CONSTANTS = {"constants": table(row(DTYPE, SIZES, ARGUMENTS))}
 GRAPH = CONSTANTS | {"graph": many(record(NODE, META))}
 HELD = one_of("bfloat16", "float16")  # the type in which a model has what is stored in float32
 PORTS = record({
@@ -178,7 +194,7 @@ PLAN = {
     "lower_bound": NUMBER, "serial_bound": NUMBER, "chunks": many(CHUNK), "loop": either(NONE, LOOP),
 }  # fmt: skip
 PROGRAMS = PLAN | {
-    "programs": table(many(record(GRAPH))), "ranks": many(INTEGER), "given": LAYOUTS, "left": LAYOUTS,
+    "programs": table(many(record(GRAPH))), "ranks": INTEGERS, "given": LAYOUTS, "left": LAYOUTS,
     "inputs": many(VALUE), "outputs": many(VALUE),
 }  # fmt: skip
 TRACES = {"traces": many(TEXT)}  # lines of the source, to which nodes refer by number

@@ -20,11 +20,12 @@ from sbpc.errors import PlanError, SbpcError, check_kinds, printable
 from sbpc.graph.about import ORIGIN, PANEL_OF, about
 from sbpc.graph.ports import Port, Ports
 from sbpc.graph.pytree import harmless
+from sbpc.graph.rewrite import put
 from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.file_graph import Bounds, check_graph, may_call
-from sbpc.plans.file_schema import DTYPES
+from sbpc.plans.file_schema import DTYPES, NAMES_OF_DTYPES
 from sbpc.plans.options import Options
 from sbpc.plans.plan_bytes import NAMESPACES, read
 from sbpc.plans.staged.loop import Loop, Source
@@ -116,20 +117,27 @@ def encode_graph(gm: GraphModule) -> dict[str, Any]:
 def encode_node(node: Node) -> dict[str, Any]:
     """Returns one node; its value as dtype, shape and strides."""
     args = node.args[0] if node.op == "output" else node.args
+    meta = node.meta
     item = {
         "name": node.name,
         "op": node.op,
-        "target": "getitem" if node.target is operator.getitem else str(node.target),
-        "val": encode_value(node.meta.get("val")),
+        "target": target_name(node.target),
+        "val": encode_value(meta.get("val")),
         "args": encode_argument(args),
         "kwargs": encode_argument(dict(node.kwargs)),
     }
-    if "whole_shape" in node.meta:  # a value of a rank's program: what it is a part of
-        item["part"] = [str(node.meta["sbp"]), list(node.meta["whole_shape"])]
+    if "whole_shape" in meta:  # a value of a rank's program: what it is a part of
+        item["part"] = [str(meta["sbp"]), list(meta["whole_shape"])]
     item |= about(node, SAVED_META)
     if "stack_trace" in item:  # of a source line with tabs, or a path of whatever a file system allows
         item["stack_trace"] = lines_of(str(item["stack_trace"] or ""))
     return item
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def target_name(target: Any) -> str:
+    """Returns the name by which a file calls a target."""
+    return "getitem" if target is operator.getitem else str(target)
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -141,7 +149,7 @@ def lines_of(trace: str) -> str:
 def encode_value(value: Any) -> Any:
     """Returns dtype, shape and strides of a tensor, or of several; None for anything else."""
     if isinstance(value, torch.Tensor):
-        return [str(value.dtype).removeprefix("torch."), list(value.shape), list(value.stride())]
+        return [NAMES_OF_DTYPES[value.dtype], list(value.shape), list(value.stride())]
     if isinstance(value, (tuple, list)):
         return {"several": [encode_value(item) for item in value]}
     return None
@@ -150,12 +158,12 @@ def encode_value(value: Any) -> Any:
 def encode_argument(value: Any) -> Any:
     """Returns an argument of a call: a plain value as it is, anything else as a dict of one entry that says what it
     is."""
-    if value is None or isinstance(value, (bool, int, str)):
+    if type(value) is Node:
+        return {"node": value.name}
+    if value is None or isinstance(value, (int, str)):
         return value
     if isinstance(value, float):
         return {"float": value.hex()}
-    if isinstance(value, Node):
-        return {"node": value.name}
     if isinstance(value, (tuple, list)):
         return [encode_argument(item) for item in value]
     if isinstance(value, dict):
@@ -181,6 +189,7 @@ class Decoder:
     ) -> None:
         self.body, self.path, self.axes = body, path, axes or [name for name, _ in body["mesh"]]
         self.made = {} if made is None else made  # what calls give, see `check_graph`
+        self.known: dict[Any, Any] = {}  # what the file names more than once: values, ops, choices
 
     def chunks(self, axes: Sequence[str]) -> list[Decoder]:
         """Returns what reads the chunks of a plan. axes: of the mesh of a stage."""
@@ -260,14 +269,17 @@ class Decoder:
         else:
             kwargs = self.argument(item["kwargs"], nodes)
             target = self.target(item, kwargs, collectives)
-            node = graph.create_node(item["op"], target, args, kwargs, name=item["name"])
-        node.meta = {key: item[key] for key in SAVED_META if key in item}
+            node = graph.create_node(item["op"], target, name=item["name"])
+            put(node, "args", args)
+            put(node, "kwargs", kwargs)
+        meta = {key: item[key] for key in SAVED_META if key in item}
         if item["op"] != "output":
-            node.meta["val"] = self.value(item["val"])
+            meta["val"] = self.value(item["val"])
             if "part" in item:
                 layout, whole = item["part"]
-                node.meta["sbp"] = Layout.parse(layout, self.axes)
-                node.meta |= {"whole_shape": tuple(whole), "local_shape": tuple(node.meta["val"].shape)}
+                meta["sbp"] = Layout.parse(layout, self.axes)
+                meta |= {"whole_shape": tuple(whole), "local_shape": tuple(meta["val"].shape)}
+        put(node, "meta", meta)
         return node
 
     def ports(self) -> Ports:
@@ -292,8 +304,11 @@ class Decoder:
             raise self.fail(f"a node of kind {item['op']!r}")
         if name == "getitem":
             return operator.getitem
-        op = self.op(name, collectives and name in COLLECTIVES)
-        if not kwargs.keys() <= {argument.name for argument in op._schema.arguments}:
+        if (name, collectives) not in self.known:
+            op = self.op(name, collectives and name in COLLECTIVES)
+            self.known[name, collectives] = op, {argument.name for argument in op._schema.arguments}
+        op, names = self.known[name, collectives]
+        if not kwargs.keys() <= names:
             raise self.fail(f"{name} has no arguments {sorted(kwargs)}")
         return op
 
@@ -320,14 +335,15 @@ class Decoder:
         if isinstance(text, dict):
             return tuple(self.value(item) for item in text["several"])
         dtype, shape, stride = text
-        return torch.empty_strided(shape, stride, dtype=DTYPES[dtype], device="meta")
+        key = dtype, *shape, None, *stride
+        if key not in self.known:
+            self.known[key] = torch.empty_strided(shape, stride, dtype=DTYPES[dtype], device="meta")
+        return self.known[key]
 
     def argument(self, value: Any, nodes: Mapping[str, Node]) -> Any:
         """Returns an argument of a call. nodes: those that it may be, by name."""
-        if isinstance(value, list):
-            return [self.argument(item, nodes) for item in value]
-        if not isinstance(value, dict):
-            return value
+        if type(value) is not dict:
+            return [self.argument(item, nodes) for item in value] if type(value) is list else value
         ((kind, inner),) = value.items()
         if kind == "node":
             return nodes[inner]
@@ -363,10 +379,14 @@ class Decoder:
         self, gm: GraphModule
     ) -> tuple[dict[str, Choice], dict[tuple[str, int], Layout], tuple[Layout | None, ...]]:
         """Returns choices, aliases and output layouts for the annotated graph of a chunk."""
-        choices = {}
+        choices, known = {}, dict[Any, Choice]()  # equal nodes share their choice, as they do their candidates
         for node in gm.graph.nodes:
-            if "candidates" in node.meta:
-                choices[node.name] = self.choice(self.body["choices"][node.name], node.meta["candidates"], node.name)
+            if (candidates := node.meta.get("candidates")) is not None:
+                text = self.body["choices"][node.name]
+                key = id(candidates), str(text)
+                if key not in known:
+                    known[key] = self.choice(text, candidates, node.name)
+                choices[node.name] = known[key]
         aliases = {(name, index): Layout.parse(text, self.axes) for name, index, text in self.body["aliases"]}
         return choices, aliases, tuple(self.layouts("outputs"))
 

@@ -65,7 +65,8 @@ class ShapeCheck(Interpreter):
         """Runs one node and compares its shape with the recorded one."""
         self.edges += len(nodes_in((n.args, n.kwargs)))
         try:
-            value = super().run_node(n)
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            value = getattr(self, n.op)(n.target, args, kwargs)  # without the records that tracing wants of each node
         except VerifyError:
             raise
         except NotImplementedError:  # there is no kernel for the meta device
