@@ -115,10 +115,9 @@ class FileCheck(ShapeCheck):
         if n.op not in ("call_function", "get_attr"):
             return value
         said = n.meta.get("val")
-        if said is not None or not self.local:
-            if kinds(value) != kinds(said):
-                value = self.on_cpu(n)  # kernels of the meta device give others to what nobody reads
-                self.require(kinds(value) == kinds(said), f"it makes {told(value)}, not {told(said)}", n)
+        if (said is not None or not self.local) and kinds(value) != kinds(said):
+            value = self.on_cpu(n)  # kernels of the meta device give others to what nobody reads
+            self.require(kinds(value) == kinds(said), f"it makes {told(value)}, not {told(said)}", n)
         if n.op == "call_function":
             self.check_call(n, value)
         return value
