@@ -31,14 +31,7 @@ def leaf(fits: Callable[[Any], bool]) -> Check:
 
 def either(*checks: Check) -> Check:
     """Returns the check of a value that fits one of several."""
-
-    def fits(value: Any) -> bool:
-        for check in checks:
-            if check(value) is None:
-                return True
-        return False
-
-    return leaf(fits)
+    return leaf(lambda value: any(check(value) is None for check in checks))
 
 
 def many(check: Check) -> Check:
