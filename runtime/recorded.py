@@ -53,12 +53,14 @@ class Graphs(Protocol):
     def begin(self) -> None:
         """Has what follows wait for the last replay, whose memory it writes."""
 
-    def record(self, run: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
-        """Returns what replays a function, and in which tensors its results are then. They need hold none yet."""
+    def record(self, run: Callable[[], Sequence[Any]], keeps: bool) -> tuple[Callable[[], None], Sequence[Any]]:
+        """Returns what replays a function, and in which tensors its results are then. They need hold none yet. keeps:
+        whether results are read there after others have been replayed."""
 
 
 class CudaGraphs:
-    """Records on a GPU. All recordings share one pool of memory: they run one after the other."""
+    """Records on a GPU. Recordings share one pool of memory, as they run one after the other: what one has for a moment
+    lies where another one has its results. One whose results stay in place has a pool of its own."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
@@ -73,10 +75,10 @@ class CudaGraphs:
             now.wait_stream(self.last)
         self.last = now
 
-    def record(self, run: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
-        graph = torch.cuda.CUDAGraph()
+    def record(self, run: Callable[[], Sequence[Any]], keeps: bool) -> tuple[Callable[[], None], Sequence[Any]]:
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle() if keeps else self.pool
         # NCCL's watchdog, a thread of its own, may ask for events meanwhile
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             results = run()
         return graph.replay, results
 
@@ -220,7 +222,9 @@ class Recorded:
         """Records a program on these inputs. The tensors are made as those that autograd may count writes of."""
         with torch.inference_mode(False), torch.no_grad():
             recording.inputs = [x if stays else x.clone() for x, stays in zip(given, self.about.stays)]
-            recorded = graphs_of(self.about.where).record(lambda: self.run(recording.inputs.copy()))
+            recorded = graphs_of(self.about.where).record(
+                lambda: self.run(recording.inputs.copy()), self.about.copied is not None
+            )
         recording.replay, recording.results = recorded
 
     def unrecorded(self, error: Exception, given: list[Tensor]) -> tuple[Any, ...]:

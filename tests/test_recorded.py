@@ -27,10 +27,12 @@ CPU = torch.device("cpu")
 
 
 class Again:
-    """Records and replays on CPUs. As on a GPU, a recorded program has run only when it is replayed."""
+    """Records and replays on CPUs. As on a GPU, a recorded program has run only when it is replayed, and what others
+    have in the shared pool is then lost."""
 
     def __init__(self) -> None:
         self.records = self.replays = 0
+        self.pool: dict[int, Tensor] = {}
 
     def capturing(self) -> bool:
         return False
@@ -38,15 +40,19 @@ class Again:
     def begin(self) -> None:
         pass
 
-    def record(self, run: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
+    def record(self, run: Callable[[], Sequence[Any]], keeps: bool) -> tuple[Callable[[], None], Sequence[Any]]:
         self.records += 1
         results = run()
 
         def replay() -> None:
             self.replays += 1
-            for place, value in zip(results, run(), strict=True):
-                if isinstance(place, Tensor) and place is not value:
+            values = run()
+            for lost in self.pool.values():
+                lost.fill_(float("nan") if lost.is_floating_point() else -1)
+            for place, value in zip(results, values, strict=True):
+                if isinstance(place, Tensor) and place.data_ptr() != value.data_ptr():  # no input, nor a view of one
                     place.copy_(value)
+                    self.pool |= {} if keeps else {id(place): place}
 
         return replay, results
 
@@ -294,7 +300,7 @@ def test_other_shapes_are_recorded_anew_and_with_other_ranks_refused(graphs: Aga
 def test_what_fails_while_it_is_recorded_is_refused_or_run_as_before(
     graphs: Again, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(run: Any) -> Any:
+    def refuse(run: Any, keeps: bool) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(graphs, "record", refuse)
