@@ -142,7 +142,7 @@ class Light(Watch):
 
     def __init__(self, source: FakeModel) -> None:
         super().__init__(source)
-        self.graph, self.repeats = Graph(), Repeats(source.mode)
+        self.graph, self.repeats, self.lines = Graph(), Repeats(source.mode), dict[Any, str]()
         self.phase = "forward"
         self.ports: list[Port] = []
         self.front: Node | None = None  # the last placeholder
@@ -212,7 +212,7 @@ class Light(Watch):
     def _emit(self, func: Any, args: Any, kwargs: Any) -> Node:
         args, kwargs = map_tensors((args, kwargs), self.node_of)
         node = called(self.graph, func, args, kwargs, func._schema.name.split("::")[1])
-        path, stack = self.path[-1], user_stack()
+        path, stack = self.path[-1], user_stack(self.lines)
         if self.phase == "backward":
             source = self._forward_of()
             if source is not None and not stack:
