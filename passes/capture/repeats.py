@@ -89,8 +89,9 @@ def told(out: Any, given: list[Tensor]) -> Made | tuple[Made, ...] | None:
         return None
     storage = storage_of(out)
     source = next((at for at, value in enumerate(given) if storage_of(value) == storage), None)
-    if source is None and out.storage_offset():
+    offset = int(out.storage_offset())
+    if source is None and offset:
         return None
     if source is not None and len(given) > 1:  # others may share memory now, and not the next time
         return None
-    return Made(out.shape, out.stride(), out.storage_offset(), out.dtype, out.device, source)
+    return Made(out.shape, out.stride(), offset, out.dtype, out.device, source)
