@@ -82,7 +82,8 @@ def told(out: Any, given: list[Tensor]) -> Made | tuple[Made, ...] | None:
     if type(out) is tuple:
         found = [told(item, given) if isinstance(item, Tensor) else None for item in out]
         fresh = [each for each in found if isinstance(each, Made) and each.source is None]
-        return tuple(fresh) if len(fresh) == len(out) else None
+        apart = len(fresh) == len(out) == len({*map(storage_of, out)})  # none shares memory with another
+        return tuple(fresh) if apart else None
     if not isinstance(out, Tensor) or not is_plain(out) or out.layout != torch.strided or out.requires_grad:
         return None
     if any(out is value for value in given):
