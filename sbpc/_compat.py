@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    in_kernel_invocation_manager,
 )
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -43,7 +44,8 @@ __all__ = [
     "BufferAOTInput", "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode",
     "GradAOTOutput", "HigherOrderOperator", "InputMutationAOTOutput", "LazyGraphModule", "OpOverload", "ParamAOTInput",
     "PlainAOTInput", "PlainAOTOutput", "StridedShard", "TangentAOTInput", "TorchDispatchMode",
-    "UnsupportedOperatorException", "enable_python_dispatcher", "tree_leaves", "tree_map", "without_modes",
+    "UnsupportedOperatorException", "enable_python_dispatcher", "in_kernel_invocation_manager", "tree_leaves",
+    "tree_map", "without_modes",
 ]  # fmt: skip
 """What is handed on as it is; the functions below are for whoever imports them."""
 

@@ -106,6 +106,14 @@ def mode_sees_every_op() -> bool:
     return calls.ops == ["aten.exp.default", "aten.relu.default"]
 
 
+def meta_tensors_are_made_beside_fakes() -> bool:
+    """Inside, what is made on the meta device is a plain tensor, and a fake can be made of it."""
+    with _compat.FakeTensorMode() as mode, _compat.in_kernel_invocation_manager(mode):
+        value = torch.empty_strided((2, 3), (3, 1), device="meta")
+        fake = _compat.FakeTensor(mode, value, torch.device("cpu"))
+    return type(value) is torch.Tensor and fake.device.type == "cpu" and fake.shape == (2, 3)
+
+
 HANDED_ON: dict[str, Callable[[], bool]] = {
     "BufferAOTInput": lambda: _compat.BufferAOTInput("calls") in described(),
     "DataDependentOutputException": lambda: (
@@ -127,6 +135,7 @@ HANDED_ON: dict[str, Callable[[], bool]] = {
     "TorchDispatchMode": mode_sees_every_op,
     "UnsupportedOperatorException": lambda: raised_on_fakes(without_fake) is _compat.UnsupportedOperatorException,
     "enable_python_dispatcher": python_dispatcher_is_on,
+    "in_kernel_invocation_manager": meta_tensors_are_made_beside_fakes,
     "tree_leaves": lambda: _compat.tree_leaves([{"b": 1, "a": (2, 3)}, None]) in ([1, 2, 3, None], [2, 3, 1, None]),
     "tree_map": lambda: _compat.tree_map(lambda x: x + 1, [{"b": 1, "a": (2, 3)}, 4]) == [{"b": 2, "a": (3, 4)}, 5],
 }

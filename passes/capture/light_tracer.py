@@ -33,9 +33,10 @@ from sbpc.graph.ports import SEED_PORT, Port
 from sbpc.graph.rewrite import called, put
 from sbpc.passes.capture.fake_model import FakeModel, placeholder
 from sbpc.passes.capture.random_ops import drawn, is_random
+from sbpc.passes.capture.repeats import Repeats
 from sbpc.passes.capture.source_lines import user_error, user_stack
 
-aten = torch.ops.aten
+aten, DEVICE = torch.ops.aten, torch.ops.prim.device.default
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 LIFTS = (aten.lift_fresh.default, aten.lift.default)
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)  # real tensors, that is
@@ -141,7 +142,7 @@ class Light(Watch):
 
     def __init__(self, source: FakeModel) -> None:
         super().__init__(source)
-        self.graph = Graph()
+        self.graph, self.repeats, self.lines = Graph(), Repeats(source.mode), dict[Any, str]()
         self.phase = "forward"
         self.ports: list[Port] = []
         self.front: Node | None = None  # the last placeholder
@@ -179,10 +180,10 @@ class Light(Watch):
         return node
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:  # two calls of three: autograd asks it of every gradient
+            return args[0].device
         kwargs = kwargs or {}
         refuse(func)
-        if func is torch.ops.prim.device.default:
-            return args[0].device
         if func in LIFTS and type(args[0]) in PLAIN:
             return self._fresh_constant(func, args[0])
         if is_random(func, args, kwargs):
@@ -193,7 +194,7 @@ class Light(Watch):
             raise NeedsAot(f"{func} writes running statistics")
         if func._schema.is_mutable:
             return self._write(func, args, kwargs)
-        out = run(func, args, kwargs, self.stack())
+        out = self.repeats.call(func, args, kwargs, lambda: run(func, args, kwargs, self.stack()))
         self._record(func, args, kwargs, out)
         return out
 
@@ -211,7 +212,7 @@ class Light(Watch):
     def _emit(self, func: Any, args: Any, kwargs: Any) -> Node:
         args, kwargs = map_tensors((args, kwargs), self.node_of)
         node = called(self.graph, func, args, kwargs, func._schema.name.split("::")[1])
-        path, stack = self.path[-1], user_stack()
+        path, stack = self.path[-1], user_stack(self.lines)
         if self.phase == "backward":
             source = self._forward_of()
             if source is not None and not stack:

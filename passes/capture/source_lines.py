@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -20,10 +21,11 @@ INSTEAD = (os.path.join(os.path.dirname(__file__), "flex.py"),)  # which runs in
 SourceLine = tuple[str, int, str]  # file, number, function
 
 
-def user_stack() -> str:
+def user_stack(known: dict[Any, str] | None = None) -> str:
     """Returns the user's frames above the caller as a traceback prints them, innermost last, without frames of torch.
 
     The walk ends at the second stretch of frames of sbpc: who called sbpc does not show. Empty outside a forward.
+    known: texts of one capture, which many ops share; none goes on to the next, see `lines_text`.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _owner(frame.f_code.co_filename) == "sbpc":
@@ -32,7 +34,10 @@ def user_stack() -> str:
     while frame is not None:
         owner = _owner(frame.f_code.co_filename)
         if owner == "sbpc":
-            return lines_text(*reversed(lines))
+            key, known = tuple(lines), {} if known is None else known
+            if key not in known:
+                known[key] = lines_text(*reversed(lines))
+            return known[key]
         if owner == "user":
             lines.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
