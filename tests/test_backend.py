@@ -199,7 +199,7 @@ def test_options_that_there_are_not_are_refused_with_those_that_there_are() -> N
         "    mesh: sbpc.Mesh(data=2), or a DeviceMesh; needed\n"
         "    memory: bytes per rank\n"
         '    objective: "seconds" or "bytes"\n'
-        '    executor: "auto", "code", "interpreter" or "inductor"\n'
+        '    executor: "auto", "code", "graph", "interpreter" or "inductor"\n'
         "    plans: how many a graph of symbolic sizes may have, 8"
     )
     with pytest.raises(sbpc.SbpcError, match="the option plans is 0"):
