@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,23 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.errors import PlanError, SbpcError
+from sbpc.errors import MemoryLimitError, PlanError, SbpcError
 from sbpc.graph.about import RECOMPUTES, must_wait
-from sbpc.graph.ports import BUFFER, MUTATION, placeholders, results
+from sbpc.graph.operands import is_late, made_of
+from sbpc.graph.ports import BUFFER, MUTATION, PARAMETER, placeholders, results
 from sbpc.graph.random_bits import BITS
 from sbpc.mesh.cluster import Cluster
+from sbpc.passes.loop.recompute import (
+    MOVED,
+    blocks_of,
+    bytes_of,
+    cheap_ones,
+    closure,
+    memory_of,
+    moved_bytes,
+    repeatable,
+    worth,
+)
 from sbpc.passes.schedule.list_schedule import list_schedule
 from sbpc.passes.schedule.schedule import ordered
 from sbpc.plans.memory import Life
@@ -321,6 +335,57 @@ def test_auto_computes_again_only_where_memory_asks_for_it() -> None:
     tight.verify()
     assert largest_error(tight, model, args) <= 1e-4
     assert tight.cost.seconds < full.cost.seconds and tight.cost.recompute_seconds < full.cost.recompute_seconds
+
+
+@pytest.mark.parametrize("share", [0.9, 0.75])
+def test_auto_is_no_slower_than_any_form_that_fits(share: float) -> None:
+    """What is cheap is tried before whole blocks are computed again."""
+    torch.manual_seed(0)
+    model, args = models.gpt2(batch=48, vocab=24, heads=4, layers=3)
+    mesh, options = Mesh(x=2, cluster="h100"), {"microbatches": 1, "objective": "serial"}
+    limit = share * sbpc.plan(model, args, mesh, **options).cost.memory["total"]
+    found = []
+    for form in ("none", *FORMS):
+        with suppress(MemoryLimitError):
+            found.append(sbpc.plan(model, args, mesh, recompute=form, memory=limit, **options))
+    auto = sbpc.plan(model, args, mesh, recompute="auto", memory=limit, **options)
+    assert auto.cost.memory["total"] <= limit and found
+    assert auto.cost.seconds <= min(plan.cost.seconds for plan in found) * (1 + 1e-9)
+
+
+class Chain(nn.Module):
+    """Cheap calls that fan out: which are kept, and which are computed again, is a matter of bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        z = torch.exp(torch.tanh(y.to(torch.float32)).to(torch.float64) * torch.sigmoid(y))
+        return x + self.down(torch.sin(z) * z)
+
+
+def test_the_selective_form_keeps_and_moves_the_fewest_bytes_of_all_ways() -> None:
+    torch.set_default_dtype(torch.float64)
+    gm = sbpc.plan(nn.Sequential(Chain(), Chain()), (torch.randn(4, 8),), Mesh(x=1), microbatches=1).annotated
+    blocks, fixed = blocks_of(gm), made_of(gm, placeholders(gm, PARAMETER).values())
+    for block in dict.fromkeys(blocks.values()):
+        able = cheap_ones({node for node in repeatable(gm, fixed) if blocks.get(node) == block}, fixed)
+        read = [used for node in blocks if is_late(node) and blocks[node] == block for used in node.all_input_nodes]
+        able = closure(read, {node for node in able if not any(user not in blocks for user in node.users)})
+
+        def paid(again: set[Any], read: Any = read, able: set[Any] = able) -> float:
+            needed = [*read, *(used for node in again for used in node.all_input_nodes)]
+            # a view is kept as the value in whose memory it lies
+            kept = {memory_of(used) for used in needed if used not in again and used.op == "call_function"}
+            kept -= {memory_of(used) for used in read if used not in able}
+            return sum(map(bytes_of, kept)) + MOVED * sum(map(moved_bytes, again))
+
+        found = worth(able, read, ())
+        assert 0 < len(found) < len(able) <= 16
+        ways = itertools.chain(*(itertools.combinations(able, count) for count in range(len(able) + 1)))
+        assert paid(found) == min(paid(set(way)) for way in ways)
 
 
 def test_a_plan_that_computes_again_is_saved_loaded_and_exported(tmp_path: Path) -> None:

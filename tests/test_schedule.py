@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -26,7 +27,7 @@ from sbpc.passes.pipeline import Stages, make_plan
 from sbpc.passes.schedule import choice
 from sbpc.passes.schedule.choice import choose, weighted
 from sbpc.passes.schedule.list_schedule import RULES, list_schedule
-from sbpc.passes.schedule.schedule import SLACK, ordered, schedule, seconds_of
+from sbpc.passes.schedule.schedule import GAIN, SLACK, leanest, ordered, schedule, seconds_of
 from sbpc.plans.memory import Life
 from sbpc.plans.staged.chunk_programs import whole
 from sbpc.plans.staged.stage_parts import PARTS
@@ -319,6 +320,19 @@ def test_a_byte_budget_is_kept_and_one_that_no_schedule_meets_leaves_the_order()
     assert makespan(timeline(as_it_is, mesh)) == pytest.approx(makespan(timeline(boxed, mesh)))
     assert "no schedule takes at most 10 bytes" in as_it_is.meta["remarks"][-1]
     assert not any("no schedule" in remark for remark in boxed.meta["remarks"])
+
+
+def test_a_schedule_takes_more_than_slack_of_what_the_device_has_only_where_the_step_is_shorter() -> None:
+    plan, *_ = gpt_on_slow_links(microbatches=1)
+    boxed, mesh = plan.unscheduled, plan.mesh
+    tight = schedule(boxed, mesh)
+    peak, seconds = Life.of(tight, mesh).peak, makespan(timeline(tight, mesh))
+    for room in (0.0, peak, 1.5 * peak, math.inf):
+        gm = schedule(boxed, mesh, room=room)
+        shorter = makespan(timeline(gm, mesh)) < (1 - GAIN) * seconds
+        assert Life.of(gm, mesh).peak <= (max(room, peak) if shorter else peak)
+    assert leanest([(1.0, 9.0, [], {}), (1.0 + GAIN / 2, 3.0, ["lean"], {}), (2.0, 1.0, [], {})])[0] == ["lean"]
+    assert leanest([(1.0, 9.0, ["fast"], {}), (1.0 + 2 * GAIN, 3.0, [], {})])[0] == ["fast"]
 
 
 def test_a_narrow_window_runs_no_call_far_ahead() -> None:

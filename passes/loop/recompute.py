@@ -7,8 +7,9 @@ numbered modules are single layers, it is a child of the model. What is computed
 - "full": everything. Values from outside the block are kept, such as its input.
 - "selective" (Korthikanti et al. 2022): where products of activations are written out, as in softmax(q k^T) v, the
   values between two of them: they grow with the square of the sequence, and are made of q, k and v. In any other
-  block what is cheap: no product, convolution or attention kernel, and nothing that has fewer elements than it is
-  made of.
+  block of what is cheap, which is no product, convolution or attention kernel, and nothing that has fewer elements
+  than it is made of, those values with which fewest bytes are kept and moved: a minimum cut, as torch's partitioner
+  makes one (Chen et al. 2016, Jia et al. 2019), where a byte that is moved to compute a value again counts, too.
 
 What is kept in any case is read where it is: what a later block reads, results, what is made of parameters alone. So
 are the values of ops of the user's own, which may do more than they return, and of what reads a buffer that the step
@@ -22,6 +23,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import networkx
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
@@ -40,6 +42,8 @@ PRODUCTS = frozenset(("_grouped_mm", "_scaled_mm", "addmm", "baddbmm", "bmm", "d
 COSTLY = PRODUCTS | {"convolution"}
 ATTENTION = "_scaled_dot_product_"  # how the names of attention kernels begin
 NORM, NORM_OF_BATCH = aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats
+MOVED = 1 / 8  # what a byte counts that is moved to compute a value again, where one that is kept counts 1
+FORWARD, BACKWARD = "forward", "backward"  # the ends of the flow in `worth`
 OURS = "aten", "prims", "sbpc"  # namespaces of ops that do no more than they return
 
 
@@ -128,10 +132,13 @@ def values_again(gm: GraphModule, blocks: Mapping[Node, str], forms: Mapping[str
         form, able = forms.get(block, NONE), allowed.intersection(nodes)
         if form == NONE:
             continue
-        able = cheap_ones(nodes, able, fixed) if form == SELECTIVE else able
+        between = between_products(nodes, cheap_ones(able, fixed), fixed) if form == SELECTIVE else set[Node]()
+        able = between or (cheap_ones(able, fixed) if form == SELECTIVE else able)
         kept = {memory_of(node) for node in nodes if any(keeps(user, block, blocks, again) for user in node.users)}
         able = {node for node in able if memory_of(node) not in kept}
-        again[block] = closure((used for node in backward.get(block, ()) for used in node.all_input_nodes), able)
+        read = [used for node in backward.get(block, ()) for used in node.all_input_nodes]
+        found = closure(read, able)
+        again[block] = found if form == FULL or between else worth(found, read, kept)
     return again
 
 
@@ -215,10 +222,54 @@ def memory_of(node: Node) -> Node:
 # --- the selective form -----------------------------------------------------------------------------------------------
 
 
-def cheap_ones(nodes: Sequence[Node], able: Collection[Node], fixed: Collection[Node]) -> set[Node]:
-    """Returns the calls of a block that the selective form computes again if the backward needs them."""
-    cheap = {node for node in nodes if node in able and is_cheap(value_of(node)[0], fixed)}
-    return between_products(nodes, cheap, fixed) or cheap
+def cheap_ones(able: Collection[Node], fixed: Collection[Node]) -> set[Node]:
+    """Returns the calls, of some that may be computed again, that are cheap."""
+    return {node for node in able if is_cheap(value_of(node)[0], fixed)}
+
+
+def worth(able: Collection[Node], read: Collection[Node], kept: Collection[Node]) -> set[Node]:
+    """Returns the calls of a block to compute again, with which the bytes that it keeps and a part MOVED of those that
+    are moved to compute again are fewest.
+
+    able: calls that may be computed again, and that the backward reads, or what is made of them. read: by the
+    backward. kept: values that are kept in any case. A call computed again has all that it reads on the side of the
+    backward, where a value is kept, or computed again as well.
+    """
+    flow, kept = networkx.DiGraph(), {*kept, *(memory_of(node) for node in read if node not in able)}
+    flow.add_nodes_from((FORWARD, BACKWARD))
+    for node in sorted({*able, *(used for each in able for used in each.all_input_nodes)}):
+        memory = node if node in able else memory_of(node)
+        held = 0.0 if memory in kept or memory.op != "call_function" else float(bytes_of(memory))
+        shared = node in able and (is_view(value_of(node)[0]) or isinstance(node.meta["val"], (tuple, list)))
+        if not shared or node.target is operator.getitem:
+            flow.add_edge((memory, "made"), (memory, "there"), capacity=held)
+        else:
+            flow.add_edge((memory, "made"), (memory, "there"))
+        if node not in able:
+            flow.add_edge(FORWARD, (memory, "made"))
+            continue
+        flow.add_edge(FORWARD, (node, "made"), capacity=MOVED * moved_bytes(node))
+        for used in node.all_input_nodes:
+            flow.add_edge((used if used in able else memory_of(used), "there"), (node, "made"))
+    for node in read:
+        if node in able:
+            flow.add_edge((node, "there"), BACKWARD)
+    _, (_, late) = networkx.minimum_cut(flow, FORWARD, BACKWARD)
+    return {node for node in able if (node, "made") in late}
+
+
+def bytes_of(node: Node) -> int:
+    """Returns the bytes of the outputs of a node."""
+    places = [value_of(node)] if node.target is operator.getitem else [(node, at) for at in range(outputs_of(node))]
+    shapes = (shape_of(*place) for place in places)
+    return sum(torch.Size(shape).numel() * itemsize for shape, itemsize in shapes)
+
+
+def moved_bytes(node: Node) -> int:
+    """Returns the bytes that a kernel reads and writes; of a view, and of one of several results, none."""
+    if is_view(node) or node.target is operator.getitem:
+        return 0
+    return bytes_of(node) + sum(bytes_of(used) for used in operands(node))
 
 
 def is_cheap(node: Node, fixed: Collection[Node]) -> bool:

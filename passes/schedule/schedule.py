@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -21,7 +21,9 @@ from sbpc.plans.timeline import COMPUTE, Clock, Span, Work, kind_of, unpacking, 
 WINDOWS = math.inf, 256, 64, 16, 0  # calls that one may run ahead of the first that has not run
 SHARES = 0.05, 0.2, math.inf  # see `list_schedule`: of the buckets that are tried; by the last one, none
 STARTS = "step", "bucket", "choice", "match", "candidates", "signatures"  # which are not in the meta of what waits
-SLACK = 1.05  # of the bytes of the graph as it is: what a schedule may take where no limit is given
+# where no limit is given: what a schedule may take of the bytes of the graph as it is, and the fraction of the seconds
+# for which it takes no more
+SLACK, GAIN = 1.05, 1e-2
 
 
 def wait(x: Tensor) -> Tensor:
@@ -29,7 +31,7 @@ def wait(x: Tensor) -> Tensor:
     return x
 
 
-def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None) -> GraphModule:
+def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None, room: float = 0.0) -> GraphModule:
     """Returns the fastest of the scheduled graphs whose bytes alive, at their peak, stay within a budget; else the
     order of `boxed`.
 
@@ -38,7 +40,8 @@ def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None) -> Gra
     Before: a boxed graph. After: the same calls in an order for all ranks, and for every collective that sends
     something a node `wait(x)` with `meta["awaits"]`, which all its readers read. budget: bytes besides the
     optimizer's; by default SLACK times those of the graph as it is, and what the panels of one product hold
-    together, as without panels.
+    together, as without panels. room: bytes that it may take instead where the step is shorter by
+    GAIN so.
     """
     calls = [node for node in boxed.graph.nodes if node.op == "call_function"]
     work = works(boxed, mesh)
@@ -46,7 +49,7 @@ def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None) -> Gra
         return boxed
     after, kinds = must_wait(boxed), {node: kind_of(node) for node in calls if work[node].latency}
     most = SLACK * (Life.of(boxed, mesh).peak + panel_bytes(boxed, mesh)) if budget is None else budget
-    tried: set[Hashable] = set()
+    tried, ways = set[Hashable](), list[tuple[float, float, Order, Buckets]]()
 
     def timed(window: float, rule: str, share: float) -> tuple[float, Order, Buckets]:
         order, buckets = list_schedule(calls, work, window, rule, after, kinds, share)
@@ -56,19 +59,32 @@ def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None) -> Gra
         orders = [timed(window, rule, SHARES[0]) for rule in RULES]
         best = RULES[min(range(len(RULES)), key=lambda at: orders[at][0])]
         orders += [timed(window, best, share) for share in SHARES[1:] if kinds]
-        for _, order, buckets in sorted(orders, key=lambda way: way[0]):
+        for seconds, order, buckets in sorted(orders, key=lambda way: way[0]):
             key = tuple(order), tuple(buckets.items())
             if key in tried:
                 continue
             tried.add(key)
             gm = ordered(boxed, order, buckets)
-            if Life.of(gm, mesh).peak <= most:
-                return gm
+            if (peak := Life.of(gm, mesh).peak) > max(most, room):
+                continue
+            ways.append((seconds, peak, order, buckets))
+            if peak <= most:
+                return gm if len(ways) == 1 else ordered(boxed, *leanest(ways))
+    if ways:
+        return ordered(boxed, *leanest(ways))
     result = ordered(boxed, ((node, False) for node in calls))
     result.meta["remarks"] += (
         f"no schedule takes at most {most:,.0f} bytes a rank: every collective is waited for at once",
     )
     return result
+
+
+def leanest(ways: Sequence[tuple[float, float, Order, Buckets]]) -> tuple[Order, Buckets]:
+    """Returns the order that takes least of those that are about as fast as the fastest. ways: seconds, bytes at the
+    peak, and the order."""
+    least = min(seconds for seconds, *_ in ways)
+    _, _, *order = min((way for way in ways if way[0] * (1 - GAIN) <= least), key=lambda way: way[1])
+    return order
 
 
 def panel_bytes(boxed: GraphModule, mesh: Mesh) -> int:

@@ -9,15 +9,16 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from numpy import interp
 from torch.fx import GraphModule
 
-from sbpc.errors import MemoryLimitError, PlanError
+from sbpc.errors import MemoryLimitError, PlanError, least_of
 from sbpc.graph.operands import is_late
 from sbpc.graph.ports import GRADIENT, PARAMETER
 from sbpc.passes.loop.recompute import blocks_of
 from sbpc.passes.schedule.choice import overlapped
 from sbpc.plans.memory_curve import GRADIENTS, OPTIMIZER, PARAMETERS
-from sbpc.plans.options import FULL, NONE, SELECTIVE
+from sbpc.plans.options import AUTO, BYTES, FULL, NONE, SELECTIVE
 from sbpc.plans.plan import Plan
 
 log = logging.getLogger("sbpc")
@@ -27,7 +28,7 @@ Forms = Mapping[str, str]  # by block, what its backward computes again
 def forms_of(gm: GraphModule, form: str) -> Forms:
     """Returns one form for all blocks. Raises PlanError if there is no block in which anything can be computed
     again."""
-    if form == NONE or not any(map(is_late, gm.graph.nodes)):
+    if form in (NONE, AUTO) or not any(map(is_late, gm.graph.nodes)):
         return {}
     forms = dict.fromkeys(blocks_of(gm).values(), form)
     if not forms:
@@ -39,9 +40,7 @@ def forms_of(gm: GraphModule, form: str) -> Forms:
     return forms
 
 
-def least_recompute(
-    gm: GraphModule, memory: float | None, planned: Callable[..., Plan], quick: Mapping[str, Any]
-) -> Plan:
+def least_recompute(gm: GraphModule, memory: float, planned: Callable[..., Plan], quick: Mapping[str, Any]) -> Plan:
     """Returns the plan in which blocks compute again where `memory` asks for it: none if it fits without, else the
     fastest that was found.
 
@@ -49,35 +48,50 @@ def least_recompute(
     a plan takes about as many bytes and less time to make. What a form saves is seen from a plan without a limit in
     which all blocks have it; with fewer blocks bytes are taken to be linear in their number. That gives the fewest
     blocks that may fit, but what little room they leave may cost more than computing again: overlap, gathered
-    copies. So the search under the limit is done with all blocks, then half the way to the fewest, then with the
-    fewest, as long as plans get faster. Raises MemoryLimitError.
+    copies. So the search under the limit is done with nothing computed again, with the fewest, with what is cheap in
+    all blocks, half the way to all of them and with all, the least first, as long as a plan that computes more again
+    could be faster. Raises MemoryLimitError, of the search which came nearest.
     """
     free = planned(forms={}, memory=None)
-    if memory is None:
-        return free
     limited = overlapped(free, replace(free.options, memory=memory), free.prover, free.lower_bound, free.serial_bound)
     limited.again = lambda **other: planned(**{"forms": {}, **other})
     if limited.cost.memory["total"] <= memory:
         return limited
-    names = list(dict.fromkeys(blocks_of(gm).values()))
-    rungs = [(NONE, reachable(free))]
+    names = list(dict.fromkeys(blocks_of(gm).values())) if any(map(is_late, gm.graph.nodes)) else []
+    rungs, again = [(NONE, reachable(free))], [0.0]
     for form in (SELECTIVE, FULL) if names else ():
-        size = reachable(planned(forms=dict.fromkeys(names, form), memory=None, **quick))
-        if size < rungs[-1][1]:
+        alike = planned(forms=dict.fromkeys(names, form), memory=None, **quick)
+        if (size := reachable(alike)) < rungs[-1][1]:
             rungs.append((form, size))
-    last = len(names) * (len(rungs) - 1)
-    first = first_step(rungs, len(names), memory)
-    best = planned(forms=forms_at(rungs, names, last))
-    for step in sorted({first, (first + last) // 2} - {last}, reverse=True):
-        log.info("recompute: %d of %d steps", step, last)
+            again.append(alike.cost.recompute_seconds)
+    turns = [len(names) * at for at in range(len(rungs))]
+    best, errors = None, list[MemoryLimitError]()
+    for step in steps(rungs, len(names), memory):
+        least = free.cost.paid + (0.0 if free.options.objective == BYTES else float(interp(step, turns, again)))
+        if best is not None and best.cost.paid <= least:
+            break
+        log.info("recompute: %d of %d steps", step, turns[-1])
         try:
             other = planned(forms=forms_at(rungs, names, step))
-        except MemoryLimitError:
-            break
-        if other.cost.paid >= best.cost.paid:
-            break
-        best = other
+        except MemoryLimitError as error:
+            errors.append(error)
+            continue
+        if best is None or other.cost.paid < best.cost.paid:
+            best = other
+    if best is None:
+        raise least_of(errors)
     return best
+
+
+def steps(rungs: Sequence[tuple[str, float]], blocks: int, memory: float) -> list[int]:
+    """Returns the numbers of changes of one block to the next form with which plans are looked for, rising.
+
+    >>> steps([("none", 100.0), ("selective", 60.0), ("full", 20.0)], 4, 55.0)
+    [0, 4, 5, 6, 8]
+    """
+    last = blocks * (len(rungs) - 1)
+    first = first_step(rungs, blocks, memory)
+    return sorted({0, min(blocks, last), first, (first + last) // 2, last})
 
 
 def reachable(plan: Plan) -> float:

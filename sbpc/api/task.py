@@ -96,7 +96,7 @@ class Task:
     @uncollected()
     def plan(self, mesh: Mesh, asked: Options) -> Plan:
         """Returns the plan on `mesh` in one piece, without stages."""
-        if asked.recompute == AUTO and asked.forms is None:
+        if asked.recompute == AUTO and asked.forms is None and asked.memory is not None:
 
             def planned(**other: Any) -> Plan:
                 return Task(rebuild(self.gm), self.stages, self.about).plan(mesh, replace(asked, **other))

@@ -52,8 +52,9 @@ class Options:
     )
     memory: float | None = option(
         None,
-        "bytes that a rank may take at the peak of the step; None is no limit, whatever the cluster has. The plan is "
-        "then as fast as can be found under it: that can take minutes, and the gap may be some percent.",
+        "bytes that a rank may take at the peak of the step; None is no limit: collectives that run beside computing "
+        "may then hold up to three quarters of what the cluster's devices have, where the step is shorter so. With a "
+        "limit the plan is as fast as can be found under it: that can take minutes, and the gap may be some percent.",
     )
     pin: Mapping[str, str] = option(
         None,
@@ -163,9 +164,10 @@ class Options:
     recompute: str = option(
         NONE,
         'what a backward computes again instead of having it kept since the forward: "none"; "selective", in each '
-        'repeated block what is cheap, or where attention is written out its values between the products; "full", all '
-        'but the inputs of each block; "auto", nothing where `memory` allows it, else what makes the fastest plan '
-        'that fits. A block is a module such as "layers.3", or a child of a model without such. '
+        "repeated block what is cheap, as far as that keeps fewer bytes, or where attention is written out its values "
+        'between the products; "full", all but the inputs of each block; "auto", nothing where `memory` allows it, '
+        "else what makes the fastest plan that fits: nothing, what is cheap, or whole blocks. A block is a module such "
+        'as "layers.3", or a child of a model without such. '
         "`plan.cost.recompute_seconds` tells what that takes.",
         "a text",
         among=RECOMPUTE,

@@ -22,7 +22,7 @@ from sbpc.plans.memory import Life
 from sbpc.plans.options import Options
 from sbpc.plans.program_check import REPORT
 from sbpc.plans.staged.chunk_cost import ChunkCost, costs_of
-from sbpc.plans.staged.chunk_programs import ChunkPrograms
+from sbpc.plans.staged.chunk_programs import Budget, ChunkPrograms
 from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.loop_checks import wrong_crossings
 from sbpc.plans.staged.loop_formula import name_parts, terms, with_dims
@@ -35,6 +35,7 @@ from sbpc.plans.timeline import Event
 from sbpc.plans.usage import Usage
 
 T = TypeVar("T", bound="PlannedStep")
+ROOM = 0.75  # of a device's bytes; others have the rest: kernels, collectives, what the allocator cannot use
 OUTSIDE = (
     "each rank gets its own rows of the results, and no loss: gradients are those of the sum over ranks of what you "
     "make of them, so divide a mean over a rank's rows by the number of ranks, or plan with loss="
@@ -306,11 +307,15 @@ class PlannedStep(Pipeline):
             lambda at: ChunkPrograms(self.chunks[at], self.in_loop, self.overlaps, self.budget, several),
         )
 
-    def budget(self) -> float | None:
-        """Returns the bytes that a schedule may take of the whole step, besides those of the optimizer; None where
-        nothing limits them."""
-        limit = None if self.loop is not None else self.options.memory
-        return None if limit is None else limit - self.options.copies * self.chunk_costs[0].trained
+    def budget(self) -> Budget:
+        """Returns the bytes that a schedule may take of the whole step, besides those of the optimizer: of a limit
+        all, of the device ROOM where it is faster. In a loop neither, as others are alive beside a program."""
+        if self.loop is not None:
+            return Budget()
+        state = self.options.copies * self.chunk_costs[0].trained
+        if self.options.memory is not None:
+            return Budget(self.options.memory - state)
+        return Budget(room=ROOM * self.mesh.cluster.memory - state)
 
     def forget(self) -> None:
         """Drops the boxed graph, what is alive in it and the programs. They are made again on use."""

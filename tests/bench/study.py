@@ -30,6 +30,7 @@ from sbpc.passes.schedule.choice import bounding, streams_of, weighted
 from sbpc.passes.schedule.schedule import schedule
 from sbpc.plans.options import Options
 from sbpc.plans.plan import Plan
+from sbpc.plans.planned import ROOM
 from sbpc.plans.timeline import COMPUTE, STREAMS, makespan, timeline
 from sbpc.solver.bounder import Bounder
 from sbpc.solver.fold import fold
@@ -271,7 +272,8 @@ class Row:
 
 def timed(space: Space, labels: list[int]) -> float:
     """Returns the seconds of the step of a plan, scheduled as plans are."""
-    boxed = schedule(box(space.gm, space.assignment(labels), space.mesh), space.mesh)
+    boxed = box(space.gm, space.assignment(labels), space.mesh)
+    boxed = schedule(boxed, space.mesh, room=ROOM * space.mesh.cluster.memory)  # beside which its state is small
     return makespan(timeline(boxed, space.mesh))
 
 

@@ -11,7 +11,7 @@ import functools
 from collections import ChainMap
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -62,6 +62,13 @@ class Program:
     early: tuple[str, ...] = ()
 
 
+class Budget(NamedTuple):
+    """What a schedule may take, see `schedule`."""
+
+    most: float | None = None
+    room: float = 0.0
+
+
 class ChunkPrograms:
     """The programs of a chunk, made on first use.
 
@@ -78,7 +85,7 @@ class ChunkPrograms:
         chunk: Chunk,
         in_loop: Container[Port],
         overlaps: bool,
-        budget: Callable[[], float | None] = lambda: None,
+        budget: Callable[[], Budget] = Budget,
         goes_on: bool = False,
     ) -> None:
         self.chunk, self.in_loop, self.overlaps, self.budget, self.goes_on = chunk, in_loop, overlaps, budget, goes_on
@@ -175,7 +182,7 @@ class ChunkPrograms:
 
     def scheduled(self, boxed: GraphModule) -> GraphModule:
         """Returns a boxed graph in the order in which it runs."""
-        return self.chunk.rewriter.schedule(boxed, self.chunk.mesh, self.budget()) if self.overlaps else boxed
+        return self.chunk.rewriter.schedule(boxed, self.chunk.mesh, *self.budget()) if self.overlaps else boxed
 
     def local_at(self, which: Parts, adding: bool, rank: int) -> GraphModule:
         """Returns the program of a rank. Behind the placeholders of `program` come those of its position on each
