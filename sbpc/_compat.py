@@ -336,8 +336,7 @@ def outside_dynamo() -> contextlib.AbstractContextManager[Any]:
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
     """Writes an artifact into torch's structured trace (TORCH_TRACE), which tlparse shows; the payload is made only
-    if there is one. Without a trace torch has a handler that has no folder, and makes payloads until it is first used.
-    """
+    if there is one. Without one torch's handler, which has no folder, makes payloads until it is first used."""
     from torch._logging._internal import trace_log, trace_structured_artifact
 
     if any(getattr(handler, "root_dir", None) for handler in trace_log.handlers):
