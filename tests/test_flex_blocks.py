@@ -37,7 +37,7 @@ def listed(counts: list[int], places: list[list[int]], size: tuple[int, int]) ->
 
 def by_hand(mask_mod: Any = causal, full: bool = True, size: tuple[int, int] = (1, 1)) -> flex.BlockMask:
     """Narrower than the mask_mod, and with a full block of later tokens."""
-    lists = [*listed(COUNTS, PLACES, size), *(listed(FULL_COUNTS, FULL_PLACES, size) if full else ())]
+    lists: Any = [*listed(COUNTS, PLACES, size), *(listed(FULL_COUNTS, FULL_PLACES, size) if full else ())]
     return flex.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=2, mask_mod=mask_mod)
 
 
@@ -53,7 +53,8 @@ class Attending(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mask = self.make() if self.mask is None else self.mask
-        return flex.flex_attention(*self.heads(x), block_mask=mask).square().mean()
+        q, k, v = self.heads(x)
+        return flex.flex_attention(q, k, v, block_mask=mask).square().mean()
 
 
 def shown(mask: flex.BlockMask) -> Tensor:
@@ -61,7 +62,7 @@ def shown(mask: flex.BlockMask) -> Tensor:
     inner = flex.create_mask(mask.mask_mod, None, None, 8, 8, "cpu")[0, 0]
     sizes = mask.kv_num_blocks.shape[:2]
     found = torch.zeros(*sizes, 8, 8, dtype=torch.bool)
-    lists = [(mask.kv_num_blocks, mask.kv_indices, inner)]
+    lists: list[Any] = [(mask.kv_num_blocks, mask.kv_indices, inner)]
     if mask.full_kv_num_blocks is not None:
         lists.append((mask.full_kv_num_blocks, mask.full_kv_indices, torch.ones_like(inner)))
     for counts, places, inside in lists:

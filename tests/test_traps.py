@@ -339,3 +339,19 @@ def test_rows_that_two_axes_cut_unevenly_begin_where_they_do() -> None:
     pins = {"weight": "S(0)@a>b", "embedding": "[P, P]", "embedding_dense_backward": "[S(0), S(0)]"}
     plan = check(model, (tokens,), Mesh(a=2, b=2), plans=0, pin=pins)
     assert len({plan.chunk.shape_class(rank) for rank in range(4)}) == 3
+
+
+def test_an_op_in_place_becomes_the_op_of_its_arguments_whatever_its_overload_is_called() -> None:
+    """The backward of a norm of order 3 writes by pow_.Scalar, which is no pow.Scalar: that takes a number first."""
+
+    class Powers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            far = torch.linalg.vector_norm(y, 3) + F.normalize(y, p=1.5).sum()
+            return far + (y * 2).float_power_(2).sum() + y.abs().add(1).pow_(x.abs()).mean()
+
+    check(Powers(), (torch.randn(6, 4),), Mesh(x=2))

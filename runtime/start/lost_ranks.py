@@ -189,8 +189,9 @@ def wait_for(work: Any, where: torch.device) -> None:
 
 
 def tell(doing: str, error: BaseException, part: str) -> None:
-    """Tells the other ranks why this one has stopped in what all do. part: which one of the program it runs."""
-    if lives:
+    """Tells the other ranks why this one has stopped in what all do, unless another one is why. part: which one of
+    the program it runs."""
+    if lives and not isinstance(error, LostRankError):
         first = str(error).partition("\n")[0]
         lives[0].stop(doing, f"{part and f'of {part} '}has stopped in {doing}: {type(error).__name__}: {first}")
 

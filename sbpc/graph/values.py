@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sbpc._compat import writes_of
+
 PLAIN = (
     type(None),
     bool,
@@ -164,7 +166,7 @@ def table_of(container: Any) -> Any:
     if isinstance(container, Masks):
         mask: Any = getattr(container, "mask_mod")  # noqa: B009
         blocks = dict(enumerate(blocks_of(container)))
-        written = {f"written {at}": x._version for at, x in blocks.items()}
+        written = {f"written {at}": writes_of(x) for at, x in blocks.items()}
         return {"mask_mod": getattr(mask, "fn", mask)} | blocks | written
     return vars(container) if isinstance(container, RECORDS) else container
 
