@@ -26,7 +26,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish
 from sbpc.passes.annotate import annotate
 from sbpc.passes.assign.space import Space
-from sbpc.passes.assign.wishes import Wishes
+from sbpc.passes.assign.wishes import Wishes, row_alternatives
 from sbpc.passes.box import box
 from sbpc.passes.canonicalize.capacity import within_capacity
 from sbpc.passes.canonicalize.decompose import decompose
@@ -216,8 +216,11 @@ def finish(
         assignment, bound = space.solve(exact=exact)
         large = sum(len(v.costs) for v in space.variables) > FEW
         schemes: list[Assignment] = []
-        if experts is not None and space.gap > (GAP if large else TIE):
-            schemes = list(followed(space, wished.outputs, experts()))
+        proved = space.gap <= (GAP if large else TIE)
+        if experts is not None and (options.overlaps or not proved):
+            # the best plan where nothing overlaps is proved, and tells little of what sending rows may hide behind
+            tried = row_alternatives(gm, mesh, wished.nodes) if proved else experts()
+            schemes = list(followed(space, wished.outputs, tried))
             assignment, bound = no_slower(space, assignment, bound, schemes)
     plan = replace(made(assignment), lower_bound=bound, prover=space)
     if options.memory is not None and plan.cost.memory["total"] > options.memory:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Mesh, Plan
 from sbpc.cli.main import main
-from sbpc.errors import PlanError, RoutingError, SbpcError
+from sbpc.errors import LoopError, PlanError, RoutingError, SbpcError
 from sbpc.mesh.routing import ANY, most_rows, stretched
 from tests.bench import experts_by_hand as by_hand
 from tests.bench.by_hand import loss_of
@@ -242,6 +242,13 @@ def test_experts_with_biases_drop_rows_too() -> None:
     plan = sbpc.plan(model, batch(), Mesh(a=2, b=2), pin=pin, capacity=1.1, overflow="drop")
     for routing in ROUTINGS:
         assert compare(plan, model, batch(routing), *eager(alone, batch(routing))) <= 1e-10, routing
+
+
+def test_rows_that_stages_would_drop_are_refused_as_what_they_are() -> None:
+    model, mesh, more = Layers(2, experts=8).double(), Mesh(pipe=2, a=2), {"stages": "pipe", "microbatches": 2}
+    with pytest.raises(LoopError, match='with stages=, plan without\n  overflow="drop"; capacity= alone stops'):
+        sbpc.plan(model, batch(experts=8), mesh, capacity=1.25, overflow="drop", **more)
+    assert sbpc.plan(model, batch(experts=8), mesh, capacity=1.25, **more).verify() > 100
 
 
 def test_what_is_computed_of_all_rows_of_experts_drops_none() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,6 +143,43 @@ def in_groups(net: str, dtype: torch.dtype, mesh: str, pin: dict[str, str] | Non
     for each in (plan, random_plan(plan, 0)) if pin is None else (plan,):
         assert compare(each, model, (), outputs, gradients, kwargs) <= EXPERTS[dtype]
     return plan
+
+
+@pytest.mark.parametrize(
+    ("net", "more"),
+    [
+        ("gpt_oss", {"microbatches": 2}),
+        *(
+            pytest.param(net, {"microbatches": 2, **more}, marks=pytest.mark.prove_library)
+            for net in ("gpt_oss", "mixtral") for more in ({"stages": "y"}, {"pin": {"_grouped_mm": "[R(0), R(0)]"}})
+        ),
+    ],
+)  # fmt: skip
+def test_experts_in_micro_batches_equal_one_device(net: str, more: dict[str, Any]) -> None:
+    """The model returns its loss alone, as only that has a gradient in micro-batches."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    whole, kwargs = hf_models.MIXTURES[net]("eager" if net == "gpt_oss" else "sdpa", 2 if "stages" in more else 1)
+    model, config = Loss(whole.double()), whole.config
+    with hf_models.Doubled():
+        config._experts_implementation = "batched_mm"
+        outputs, gradients = eager(model, (), kwargs)
+        config._experts_implementation = "grouped_mm"
+        mesh = Mesh(x=2) if len(more) == 1 else Mesh(x=2, y=2)
+        plan = sbpc.plan(model, (), mesh, kwargs=kwargs, **more)
+    assert any(node.target is PRODUCT for chunk in plan.chunks for node in chunk.graph.graph.nodes)
+    assert compare(plan, model, (), outputs, gradients, kwargs) <= 1e-10
+
+
+class Loss(nn.Module):
+    """The loss of a model alone."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, **given: Tensor) -> Tensor:
+        return self.net(**given).loss
 
 
 class Experts(nn.Module):

@@ -243,6 +243,20 @@ def test_where_links_between_hosts_are_slow_rows_stay_with_their_tokens_hosts() 
     assert 1.5 * plan.cost.seconds < shared.cost.seconds
 
 
+def test_rows_that_stay_with_their_hosts_are_tried_where_what_they_send_hides_behind_computing() -> None:
+    """Where nothing overlaps another plan is best, and proved to be."""
+    with torch.device("meta"):
+        model = Routed(2048, 1024, 16).bfloat16()
+        args = torch.empty(64, 4096, 2048, dtype=torch.bfloat16), torch.empty(16, dtype=torch.bfloat16)
+    mesh, pin = Mesh(data=8, expert=8, cluster="h100"), {"_grouped_mm": "[L(0), R(0)]"}
+    free, pinned = (sbpc.plan(model, args, mesh, pin=each) for each in (None, pin))
+    assert free.cost.seconds <= pinned.cost.seconds * (1 + 1e-9)
+    free, pinned = (sbpc.plan(model, args, mesh, pin=each, objective="serial") for each in (None, pin))
+    for each in (free, pinned):  # the solver prices rows as the plan does
+        assert each.lower_bound == pytest.approx(each.cost.seconds, rel=1e-9)
+    assert free.cost.seconds < pinned.cost.seconds
+
+
 class Router(nn.Module):
     """Experts whose router, sort, counts or way back are another one."""
 

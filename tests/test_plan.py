@@ -52,7 +52,11 @@ PINS = [
         {"up.weight": "S(0)", "*.weight": "S(1)"},
         "two pins of %up_weight disagree on axis 'tensor': S(0) and S(1)\n  pin 'up.weight': 'S(0)'\n  pin '*.weight': 'S(1)'\n  Remove one of them.",
     ),
-    ({"up.weight": "Q"}, "pin 'up.weight': 'Q': 'Q' is not a state\n  A state is S(dim), B, P, P(max) or P(min)."),
+    (
+        {"up.weight": "Q"},
+        "pin 'up.weight': 'Q': 'Q' is not a state\n"
+        "  A state is S(dim), B, P, P(max) or P(min), of rows of experts also R(dim) or L(dim), of their ends P(own).",
+    ),
     ({"up.weight": "S(0)@z"}, "pin 'up.weight': 'S(0)@z': the mesh has no axis 'z'\n  Its axes are tensor."),
     (
         {"up.weight": "P"},

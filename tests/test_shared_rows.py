@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
@@ -18,14 +19,14 @@ import sbpc
 from sbpc import Mesh
 from sbpc.boxing.paths import closure, path, seconds
 from sbpc.boxing.steps import step_cost, wire
-from sbpc.errors import LayoutError
+from sbpc.errors import LayoutError, PinError
 from sbpc.graph.expert_rows import COUNTING, GATHER, SCATTER
 from sbpc.graph.rewrite import called
 from sbpc.mesh.layout import Layout, chunk
 from sbpc.mesh.layout_codes import decode as decoded
 from sbpc.mesh.layout_codes import encode
 from sbpc.mesh.routing import Routing
-from sbpc.mesh.states import Ragged, S, State, is_ordered, shards, whole
+from sbpc.mesh.states import B, Ragged, S, State, is_ordered, shards, whole
 from sbpc.plans import rank_programs
 from sbpc.plans.plan_file import decode
 from sbpc.plans.staged.stage_parts import PARTS
@@ -336,3 +337,30 @@ def test_inductor_gets_the_calls_whose_sizes_a_plan_knows() -> None:
     for call in compiled:  # its operands, and what it makes, have the sizes of the plan
         for used in (call, *call.all_input_nodes):
             assert used.target not in COUNTING and R(0) not in states(used)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pin"), [((1, 2), "[R(0), B]"), ((2, 1), "[L(0), R(0)]"), ((1,), "R(0)"), ((1, 2), "R(0)@a, R(0)@b")]
+)
+def test_on_an_axis_of_one_rank_rows_are_whole_whatever_is_asked(sizes: tuple[int, ...], pin: str) -> None:
+    torch.manual_seed(0)
+    model, mesh = Routed().double(), Mesh(**dict(zip("ab", sizes)))
+    plan = sbpc.plan(model, batch(), mesh, pin={"_grouped_mm": pin})
+    (made, *_) = [node.meta["sbp"] for node in plan.graph.graph.nodes if node.target is PRODUCT]
+    assert all(state == B for state, size in zip(made.states, sizes) if size == 1)
+    assert largest_error(plan, model, batch("one idle")) <= 1e-10
+
+
+def test_pins_between_which_no_boxing_leads_are_named() -> None:
+    pin = {"_grouped_mm": "[L(0), R(0)]", "_grouped_mm_1": "[R(0), R(0)]", "first.weight": "[B, B]"}
+    with pytest.raises(PinError) as error:
+        sbpc.plan(Routed().double(), batch(), Mesh(a=2, b=2), pin=pin)
+    assert_expected_inline(
+        str(error.value),
+        """\
+these pins cannot be met together
+  pin '_grouped_mm': '[L(0), R(0)]'
+  pin '_grouped_mm_1': '[R(0), R(0)]'
+no boxing leads from one of these layouts to another
+  Remove pins one by one.""",
+    )

@@ -60,8 +60,10 @@ def moved_by(space: Space, edge: Edge, labels: Labels) -> Iterator[Moved]:
     about = node if reader >= len(space.nodes) or space.nodes[reader].op == "placeholder" else space.nodes[reader]
     module, phase = module_of(space, space.number[about]), about.meta.get("phase", "forward")
     ends = decode(before, mesh.axes), decode(after, mesh.axes)
-    for step in path(*ends, *shape_of(node, index), mesh, space.sums_of[number]):
-        taken, sent = step_cost(step, *shape_of(node, index), mesh)
+    shape, itemsize = shape_of(node, index)
+    for step in path(*ends, shape, itemsize, mesh, space.sums_of[number]):
+        sized, _ = ends[0].busiest(shape, mesh.sizes, mesh.routing.expected)
+        taken, sent = step_cost(step, sized, itemsize, mesh)
         states = str(step.before), str(step.after)
         yield Moved(
             step.collective, mesh.key(step.axes), node.name, module, phase, *states, share * sent, share * taken

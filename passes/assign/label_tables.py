@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -172,7 +171,9 @@ def call_seconds(
     for (itemsize, shape), codes in zip(tensors, ports):
         bytes_moved += itemsize * elements(codes, shape, mesh.sizes, mesh.routing.expected)
     if rows and match is not None and match.op in MESSAGE:
-        bytes_moved += SCANS * tensors[1][0] * math.prod(tensors[1][1]) * (sum(rows.values()) > 0)
+        (itemsize, shape), codes = tensors[1], ports[1]
+        scanned = itemsize * elements(codes, shape, mesh.sizes, mesh.routing.expected)
+        bytes_moved += SCANS * scanned * (sum(rows.values()) > 0)
     seconds = mesh.cluster.kernel_seconds("" if match is None else str(match.op), flops, bytes_moved, form)
     return np.broadcast_to(seconds, (labels,)).astype(float)
 

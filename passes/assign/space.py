@@ -11,7 +11,7 @@ import torch
 from networkx.utils import UnionFind
 from torch.fx import Node
 
-from sbpc.errors import LayoutError
+from sbpc.errors import PinError
 from sbpc.graph.operands import operands, outputs_of, value_of
 from sbpc.graph.repeats import REPEATS, runs
 from sbpc.passes.assign.layout_problem import LayoutProblem
@@ -40,16 +40,14 @@ class Space(LayoutProblem):
         """Returns the cheapest assignment that was found, and a bound in seconds.
 
         starts: assignments than which it is not to be slower. exact: whether small problems are searched to the
-        end. bounded: whether a bound is looked for; else it is 0. Raises LayoutError if no assignment has finite cost.
+        end. bounded: whether a bound is looked for; else it is 0. Raises PinError if no assignment has finite cost.
         """
         known = [self.labels(start) for start in starts]
         solution = solve(self.problem, known, self.classes(), self.classes(1), exact, bounded)
         labels = min([solution.labels, *known], key=lambda each: total(self.problem, each))
         seconds = total(self.problem, labels)
         if not np.isfinite(seconds):
-            raise LayoutError(
-                "no assignment joins these layouts: a boxing between them does not exist\n  Remove pins one by one."
-            )
+            raise PinError("no boxing leads from one of these layouts to another\n  Remove pins one by one.")
         self.multipliers = solution.proof
         self.gap = gap_of(seconds, solution.lower_bound)
         return self.assignment(labels), solution.lower_bound

@@ -80,6 +80,12 @@ def expert_alternatives(
     for name in EXPERTS:
         with suppress(PinError, PlanError):
             yield with_recomputed(gm, both(asked, scheme_of(gm, mesh, name, model, whole is not None), mesh))
+    yield from row_alternatives(gm, mesh, asked)
+
+
+def row_alternatives(gm: GraphModule, mesh: Mesh, asked: Mapping[str, Wish]) -> Iterator[dict[str, Wish]]:
+    """Yields what was asked together with each way to share out rows of experts by their groups, or to leave them with
+    their tokens, on some axes."""
     every = tuple(range(len(mesh.axes)))
     for axes in (*mesh.runs(), ()):
         for own in dict.fromkeys([(), tuple(axis for axis in every if axis not in axes)]):

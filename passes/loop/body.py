@@ -47,12 +47,22 @@ from sbpc.passes.loop.one_loss import one_loss, uncast_gradients
 from sbpc.plans.options import Options
 from sbpc.plans.staged.loop import Loop, Source
 from sbpc.rules.choices import Candidates
+from sbpc.rules.local_rows import CASTS, VIEWS
+from sbpc.rules.ops.expert_rows import WITHIN
 from sbpc.rules.sum_types import begins_sums
 
 aten = torch.ops.aten
 # equally dear, or parts are padded with zeros and added up
 JOINS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 OUTSIDE = 1e-6  # what a byte that crosses once, outside the loop, counts beside one in it
+WHOLE_BATCH = (
+    "Plan without stages=, where micro-batches know such a value of the whole batch; or leave such an op out: batch "
+    "statistics, a loss that balances experts over the batch (output_router_logits=False of transformers). To have it "
+    "of each part of the batch instead, which gives other numbers, step over one part after the other in "
+    "module.no_sync()."
+)
+DROPS = """Which rows are too many for an expert is told of all rows of the batch: with stages=, plan without
+  overflow="drop"; capacity= alone stops where a rank gets more."""
 INDEX = "micro_batch"  # the placeholder for the number of the micro-batch
 
 
@@ -105,14 +115,6 @@ def partial_gradients(gm: GraphModule) -> dict[str, Wish]:
     return wishes
 
 
-WHOLE_BATCH = (
-    "Plan without stages=, where micro-batches know such a value of the whole batch; or leave such an op out: batch "
-    "statistics, a loss that balances experts over the batch (output_router_logits=False of transformers). To have it "
-    "of each part of the batch instead, which gives other numbers, step over one part after the other in "
-    "module.no_sync()."
-)
-
-
 class BodyWriter(Unroller):
     """Writes the body: by node of the boxed graph, a list of the one node that stands for it."""
 
@@ -149,7 +151,7 @@ class BodyWriter(Unroller):
             wrong += [] if maker_of(join).name in known else ["runs in two phases"]
             if wrong:
                 what = f"each micro-batch needs the whole batch's value of this op, which {wrong[0]}"
-                raise LoopError(at_node(what, maker_of(join), WHOLE_BATCH))
+                raise LoopError(at_node(what, maker_of(join), DROPS if is_for_drops(join) else WHOLE_BATCH))
         return set(joins)
 
     def after_joins(self, early: set[Node]) -> set[Node]:
@@ -328,3 +330,11 @@ def part(value: torch.Tensor, dim: int, count: int) -> torch.Tensor:
     """Returns a tensor without data of the size of one micro-batch's part."""
     shape = [size // count if at == dim else size for at, size in enumerate(value.shape)]
     return value.new_empty(shape)
+
+
+def is_for_drops(join: Node) -> bool:
+    """Returns whether a value tells which rows are too many for their experts."""
+    return any(
+        user.target is WITHIN or ((user.target in (*CASTS, *VIEWS) or "step" in user.meta) and is_for_drops(user))
+        for user in join.users
+    )

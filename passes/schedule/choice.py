@@ -329,4 +329,4 @@ def weighted(mesh: Mesh, weights: Weights) -> Mesh:
         inter_latency=0.0,
         inter_bandwidth=cluster.inter_bandwidth / link["inter"] if link["inter"] else math.inf,
     )
-    return Mesh(cluster=scaled, **dict(zip(mesh.axes, mesh.sizes)))
+    return mesh.like(scaled)

@@ -198,7 +198,7 @@ def conflicting_pins(gm: GraphModule, mesh: Mesh, options: Options) -> SbpcError
     def refusal(pins: Mapping[str, str]) -> SbpcError | None:
         try:
             asked = wishes(gm, mesh, replace(options, pin=pins))
-            Space(gm, mesh, asked.nodes, asked.outputs)
+            Space(gm, mesh, asked.nodes, asked.outputs).solve(exact=False, bounded=False)
         except PinError as error:
             return error
         return None

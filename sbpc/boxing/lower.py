@@ -326,8 +326,8 @@ def join(x: Local, block: Shape, cut: Cut) -> Local:
         return x.shuffle(apart, dims, put(block, dim, count * block[dim])).slice(dim, 0, cut.size)
     size, places = block[0], zip(cut.members, cut.chunks)
     if isinstance(size, Rows):
-        apart = x.view((math.prod(cut.lengths), *block))
-        blocks = [(apart.slice(0, place, place + 1).view(block), length) for place, length in places]
+        by_rank = x.view((math.prod(cut.lengths), *block))
+        blocks = [(by_rank.slice(0, place, place + 1).view(block), length) for place, length in places]
     else:
         blocks = [(x.slice(0, place * size, (place + 1) * size), length) for place, length in places]
     parts = [each.slice(dim, 0, length) for each, length in blocks]

@@ -233,12 +233,12 @@ def all_steps(rank: int, states: Array, bits: Array, sums: str | None = None) ->
     """The steps between these layouts, kind by kind: where each begins (numbers of layouts) and the code to which it
     leads. sums: see STEPS. Beside rows in L and R, whose states and dims no step changes, none packs numbers."""
     count, rows = states.shape[1], row_dims(states)
-    beside = (rows >= 0).any(1)
+    beside: Array = rows.max(1) >= 0
     for length, first in ((n, at) for n in range(1, count + 1) for at in range(count - n + 1)):
         axes, before = tuple(range(first, first + length)), states[:, first]
         free = may_leave(states, bits, axes)
         for target in (*range(min(rank, LOCAL)), WHOLE, SUM):
-            possible = free & (before != target) & ~(rows == target).any(1)
+            possible = free & (before != target) & ~np.any(rows == target, axis=1)
             if target == SUM:
                 possible &= (before < SUM) & (length == 1)
             if length > 1:

@@ -23,7 +23,8 @@ STATES = {*get_args(State)}
 
 @dataclass(frozen=True)
 class Layout:
-    """One state (`S(dim)`, `B` or `P`) for each mesh axis, outermost axis first.
+    """One state (`S(dim)`, `B` or `P`, of rows of experts also `R(dim)` or `L(dim)`) for each mesh axis, outermost axis
+    first.
 
     `[S(0), B]` on axes data, tensor is split over data and whole over tensor. `[S(0), S(0)]` cuts dim 0 over data,
     and each piece again over tensor. Where axes cut one dim in another order the text adds it: `S(0)@tensor>data`

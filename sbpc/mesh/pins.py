@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from sbpc.errors import PinError, SbpcError, closest, shown
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.states import Axes, B, Numbers, Partial, Split, State, parse_state
+from sbpc.mesh.states import Axes, B, Numbers, Partial, Ragged, Split, State, parse_state
 
 TRIES = 100  # smaller sets of pins that are tried for the message about a conflict
 
@@ -108,7 +108,9 @@ def parse_layout(text: str | Layout | None, mesh: Mesh, reason: str) -> Layout:
 def _cutting(layout: Layout, mesh: Mesh) -> Layout:
     """The layout with B on axes of one rank, where a split cuts nothing."""
     pairs = enumerate(zip(layout.states, mesh.sizes))
-    nothing: dict[int, State] = {axis: B for axis, (state, size) in pairs if size == 1 and isinstance(state, Split)}
+    nothing: dict[int, State] = {
+        axis: B for axis, (state, size) in pairs if size == 1 and isinstance(state, (Split, Ragged))
+    }
     return layout.replace(nothing) if nothing else layout
 
 

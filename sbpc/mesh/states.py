@@ -111,6 +111,7 @@ L = Local
 B = Broadcast()
 P = Partial()
 OWN = Partial("own")
+STATES = "A state is S(dim), B, P, P(max) or P(min), of rows of experts also R(dim) or L(dim), of their ends P(own)."
 REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
@@ -120,10 +121,10 @@ def is_ordered(state: State) -> bool:
 
 
 def parse_state(text: str) -> State:
-    """The state that a text such as "S(0)", "B", "P" or "P(max)" names.
+    """The state that a text such as "S(0)", "B", "P", "P(max)", "R(0)" or "L(0)" names.
 
-    >>> [parse_state(t) for t in ("S(1)", "B", "P", "P(max)")]
-    [S(1), B, P, P(max)]
+    >>> [parse_state(t) for t in ("S(1)", "B", "P", "P(max)", "R(0)", "L(1)")]
+    [S(1), B, P, P(max), R(0), L(1)]
 
     Raises LayoutError for anything else.
     """
@@ -138,7 +139,7 @@ def parse_state(text: str) -> State:
         return Ragged(int(match[1]))
     if match := re.fullmatch(r"P(?:\((sum|max|min|own)\))?", text):
         return Partial(match[1] or "sum")
-    raise LayoutError(f"{text!r} is not a state\n  A state is S(dim), B, P, P(max) or P(min).")
+    raise LayoutError(f"{text!r} is not a state\n  {STATES}")
 
 
 def chunk_sizes(size: int, ranks: int) -> list[int]:
