@@ -54,51 +54,39 @@ def list_schedule(
     that may share a bucket; without, none does. share: the least part of the time of a bucket, and of a collective
     that joins it, that is latency.
     """
-    scheduler = ListScheduler(nodes, works, window, rule, after or {}, kinds or {}, share)
-    return scheduler.run(), scheduler.buckets
+    return ListScheduler(nodes, works, after or {}, kinds or {}).run(window, rule, share)
 
 
 class ListScheduler:
-    """The state of the simulated step: the time on the computing stream, what may run, and what is in flight.
+    """Calls and what they wait for, and the state of a simulated step: the time on the computing stream, what may run,
+    and what is in flight.
 
-    Nodes are numbered in the order given. way: seconds of the longest way to the end of the step. feed: seconds
-    until a collective can start. ready, sendable: heaps of (priority, number) of the kernels that may run now and,
-    by link, of the collectives that may start now; feeding: of the same kernels as ready, by feed. early: numbers
-    that lie beyond the window. flying: (end, number).
+    Nodes are numbered in the order given. used: by node the calls whose values it reads. behind: how many calls it
+    must wait for. way: seconds of the longest way to the end of the step. feed: seconds until a collective can start.
+    ready, sendable: heaps of (priority, number) of the kernels that may run now and, by link, of the collectives that
+    may start now; feeding: of the same kernels as ready, by feed. early: numbers that lie beyond the window. flying:
+    (end, number).
     """
 
     def __init__(
         self,
         nodes: Sequence[Node],
         works: Mapping[Node, Work],
-        window: float,
-        rule: str,
         after: Mapping[Node, Sequence[Node]],
         kinds: Mapping[Node, Hashable],
-        share: float,
     ) -> None:
-        self.nodes, self.window, self.rule, self.share = nodes, window, rule, share
+        self.nodes = nodes
         self.kinds = [kinds.get(node, at) for at, node in enumerate(nodes)]
-        self.number = {node: at for at, node in enumerate(nodes)}
+        number = {node: at for at, node in enumerate(nodes)}
         self.work = [works[node] for node in nodes]
-        self.users = [[self.number[user] for user in node.users if user in self.number] for node in nodes]
-        self.missing = [sum(used in self.number for used in node.all_input_nodes) for node in nodes]
+        self.users = [[number[user] for user in node.users if user in number] for node in nodes]
+        self.used = [[number[used] for used in node.all_input_nodes if used in number] for node in nodes]
+        self.behind = list(map(len, self.used))
         for node, earlier in after.items():
             for each in earlier:
-                self.users[self.number[each]].append(self.number[node])
-                self.missing[self.number[node]] += 1
+                self.users[number[each]].append(number[node])
+                self.behind[number[node]] += 1
         self.way, self.feed = self.longest_ways()
-        self.now, self.first = 0.0, 0
-        self.free = dict.fromkeys(STREAMS, 0.0)
-        self.done, self.taken = [False] * len(nodes), [False] * len(nodes)
-        self.ready: list[tuple[float, int]] = []
-        self.feeding: list[tuple[float, int]] = []
-        self.sendable: dict[str, list[tuple[float, int]]] = {stream: [] for stream in STREAMS if stream != COMPUTE}
-        self.early: list[int] = []
-        self.flying: list[tuple[float, int]] = []
-        self.landed: set[int] = set()  # collectives that have ended, and that nothing has waited for yet
-        self.order: Order = []
-        self.buckets: Buckets = {}
 
     def longest_ways(self) -> tuple[list[float], list[float]]:
         """Returns `way` and `feed` by node."""
@@ -110,8 +98,20 @@ class ListScheduler:
             feed[at] = 0.0 if work.stream != COMPUTE else work.seconds + starts
         return way, feed
 
-    def run(self) -> Order:
-        """Runs the simulated step to its end."""
+    def run(self, window: float, rule: str, share: float) -> tuple[Order, Buckets]:
+        """Runs the simulated step from its beginning to its end, see `list_schedule`."""
+        self.window, self.rule, self.share = window, rule, share
+        self.now, self.first, self.missing = 0.0, 0, list(self.behind)
+        self.free = dict.fromkeys(STREAMS, 0.0)
+        self.done, self.taken = [False] * len(self.nodes), [False] * len(self.nodes)
+        self.ready: list[tuple[float, int]] = []
+        self.feeding: list[tuple[float, int]] = []
+        self.sendable: dict[str, list[tuple[float, int]]] = {stream: [] for stream in STREAMS if stream != COMPUTE}
+        self.early: list[int] = []
+        self.flying: list[tuple[float, int]] = []
+        self.landed: set[int] = set()  # collectives that have ended, and that nothing has waited for yet
+        self.order: Order = []
+        self.buckets: Buckets = {}
         for at, missing in enumerate(self.missing):
             if not missing:
                 self.offer(at)
@@ -126,7 +126,7 @@ class ListScheduler:
         self.land(math.inf)
         for at in sorted(self.landed):
             self.end(at)
-        return self.order
+        return self.order, self.buckets
 
     def next_kernel(self) -> int | None:
         """Takes out the kernel that goes first, or what takes no time."""
@@ -212,9 +212,9 @@ class ListScheduler:
 
     def await_operands(self, at: int) -> None:
         """Waits for those operands of a node that were collectives."""
-        for used in self.nodes[at].all_input_nodes:
-            if self.number.get(used) in self.landed:
-                self.end(self.number[used])
+        for used in self.used[at]:
+            if used in self.landed:
+                self.end(used)
 
     def end(self, at: int) -> None:
         """Writes that a collective is waited for."""

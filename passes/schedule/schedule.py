@@ -13,7 +13,7 @@ from sbpc.graph.about import PANEL_OF, must_wait
 from sbpc.graph.rewrite import Copies, called, put
 from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.mesh import Mesh
-from sbpc.passes.schedule.list_schedule import RULES, Buckets, Order, list_schedule
+from sbpc.passes.schedule.list_schedule import RULES, Buckets, ListScheduler, Order
 from sbpc.plans.measure import sent_by
 from sbpc.plans.memory import Life, local_bytes
 from sbpc.plans.timeline import COMPUTE, Clock, Span, Work, kind_of, unpacking, works
@@ -49,10 +49,11 @@ def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None, room: 
         return boxed
     after, kinds = must_wait(boxed), {node: kind_of(node) for node in calls if work[node].latency}
     most = SLACK * (Life.of(boxed, mesh).peak + panel_bytes(boxed, mesh)) if budget is None else budget
-    tried, ways = set[Hashable](), list[tuple[float, float, Order, Buckets]]()
+    scheduler, tried = ListScheduler(calls, work, after, kinds), set[Hashable]()
+    ways: list[tuple[float, float, Order, Buckets]] = []
 
     def timed(window: float, rule: str, share: float) -> tuple[float, Order, Buckets]:
-        order, buckets = list_schedule(calls, work, window, rule, after, kinds, share)
+        order, buckets = scheduler.run(window, rule, share)
         return seconds_of(order, buckets, work, mesh.cluster), order, buckets
 
     for window in (each for each in WINDOWS if each == math.inf or each < len(calls)):

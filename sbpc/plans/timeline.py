@@ -247,8 +247,9 @@ class Clock:
 
     def compute(self, seconds: float) -> None:
         """Runs a kernel that takes so long if nothing is on its way."""
-        for stream, queue in self.links.items():
-            self.links[stream] = [span for span in queue if span.end > self.now]
+        for queue in self.links.values():
+            while queue and queue[0].end <= self.now:  # each ends after those before it
+                del queue[0]
         busy = [queue for queue in self.links.values() if queue]
         if not busy or self.kernels == self.slow == 1.0:
             self.now += seconds

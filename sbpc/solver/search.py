@@ -87,7 +87,8 @@ class Search:
         self.offer(messages.decode())
         if gap_of(self.seconds, messages.bound) > PLAN_GAP:
             orders = [*reduced_costs, messages.reduced_costs()]
-            self.offer(restricted_program(self.folded.problem, self.labels, orders, self.scale) or self.labels)
+            given = self.folded.problem, self.labels, orders, self.scale
+            self.offer(restricted_program(*given, surroundings=self.surroundings) or self.labels)
 
     @property
     def scale(self) -> float:
@@ -140,11 +141,16 @@ class Search:
 
 
 def restricted_program(
-    problem: Problem, plan: Labels, reduced_costs: Sequence[Sequence[np.ndarray]], scale: float, each: int = EACH
+    problem: Problem,
+    plan: Labels,
+    reduced_costs: Sequence[Sequence[np.ndarray]],
+    scale: float,
+    each: int = EACH,
+    surroundings: Surroundings | None = None,
 ) -> list[int] | None:
     """Returns the cheapest plan on some labels: `each` a variable by the first reduced costs, OWN by any others, and
-    OWN that cost least around `plan`."""
-    surroundings = Surroundings(problem)
+    OWN that cost least around `plan`. surroundings: those of the problem, where they are known."""
+    surroundings = surroundings or Surroundings(problem)
     others = [*reduced_costs[1:], [surroundings.costs(at, plan) for at in range(len(plan))]]
     first = [[np.argsort(costs, kind="stable")[:OWN] for costs in order] for order in others]
     subset = around(problem, [plan], least_reduced(reduced_costs[0], each), *first)

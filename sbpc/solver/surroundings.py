@@ -3,6 +3,7 @@ boxings."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -57,14 +58,7 @@ class Surroundings:
         cost."""
         if not np.isfinite(seconds):
             return labels
-        closures = {id(v.closure): v.closure for v in self.problem.values}
-        counted = {
-            key: closure + BOXING * seconds * ~np.eye(len(closure), dtype=bool) for key, closure in closures.items()
-        }
-        values = [replace(value, closure=counted[id(value.closure)]) for value in self.problem.values]
-        tilted = Surroundings(Problem(self.problem.variables, values))
-
-        tidied = list(labels)
+        tilted, tidied = self.tilted(BOXING * seconds), list(labels)
         dirty = [len(variable.costs) > 1 for variable in self.problem.variables]
         while any(dirty):
             for at in np.flatnonzero(dirty).tolist():
@@ -75,6 +69,16 @@ class Surroundings:
                     for other in self.neighbours[at]:
                         dirty[other] = len(self.problem.variables[other].costs) > 1
         return tidied if total(self.problem, tidied) <= seconds * (1 + SLACK) else labels
+
+    def tilted(self, boxing: float) -> Surroundings:
+        """Returns the same problem where every boxing costs so many seconds more."""
+        closures = {id(v.closure): v.closure for v in self.problem.values}
+        counted = {key: closure + boxing * ~np.eye(len(closure), dtype=bool) for key, closure in closures.items()}
+        values = {id(value): replace(value, closure=counted[id(value.closure)]) for value in self.problem.values}
+        other = copy.copy(self)
+        other.problem = Problem(self.problem.variables, list(values.values()))
+        other.uses = [[replace(use, value=values[id(use.value)]) for use in uses] for uses in self.uses]
+        return other
 
     def with_fewer_boxings(self, at: int, labels: Labels, tilted: Surroundings, seconds: float) -> int:
         """Returns the label of variable `at` that costs no more and has the fewest boxings, of several the lowest."""
