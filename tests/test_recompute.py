@@ -337,13 +337,12 @@ def test_auto_computes_again_only_where_memory_asks_for_it() -> None:
     assert tight.cost.seconds < full.cost.seconds and tight.cost.recompute_seconds < full.cost.recompute_seconds
 
 
-@pytest.mark.parametrize("share", [0.9, 0.75])
-def test_auto_is_no_slower_than_any_form_that_fits(share: float) -> None:
+def test_auto_is_no_slower_than_any_form_that_fits() -> None:
     """What is cheap is tried before whole blocks are computed again."""
     torch.manual_seed(0)
     model, args = models.gpt2(batch=48, vocab=24, heads=4, layers=3)
     mesh, options = Mesh(x=2, cluster="h100"), {"microbatches": 1, "objective": "serial"}
-    limit = share * sbpc.plan(model, args, mesh, **options).cost.memory["total"]
+    limit = 0.9 * sbpc.plan(model, args, mesh, **options).cost.memory["total"]
     found = []
     for form in ("none", *FORMS):
         with suppress(MemoryLimitError):

@@ -84,8 +84,9 @@ def leanest(ways: Sequence[tuple[float, float, Order, Buckets]]) -> tuple[Order,
     """Returns the order that takes least of those that are about as fast as the fastest. ways: seconds, bytes at the
     peak, and the order."""
     least = min(seconds for seconds, *_ in ways)
-    _, _, *order = min((way for way in ways if way[0] * (1 - GAIN) <= least), key=lambda way: way[1])
-    return order
+    near = (way for way in ways if way[0] * (1 - GAIN) <= least)
+    _, _, order, buckets = min(near, key=lambda way: way[1])
+    return order, buckets
 
 
 def panel_bytes(boxed: GraphModule, mesh: Mesh) -> int:
