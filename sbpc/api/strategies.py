@@ -1,9 +1,9 @@
 """Search whole strategies: stages of a pipeline, layouts inside a stage, micro-batches and recompute, ranked by
 predicted seconds.
 
-What a block costs is measured on a model with two blocks of each list, planned once for every mesh of a stage and
-size of micro-batch. The seconds of any number of stages and blocks are put together from that; the plan of a row is
-made when it is asked for.
+What a block costs is measured on a model with two blocks of each run of equal ones, planned once for every mesh of a
+stage and size of micro-batch. The seconds of any number of stages and blocks are put together from that; the plan of a
+row is made when it is asked for.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class TooLarge(MemoryLimitError):
 class StrategyRow:
     """A strategy and what a step is predicted to take. `plan` is made when it is asked for.
 
-    mesh: axes pipe, data and tensor. stages: ranks along pipe. cost: seconds of a training step. Of these the busiest
-    stage computes compute_seconds, recompute_seconds among them, waits exposed_seconds for collectives and
-    bubble_seconds for other stages, and optimizer_seconds are the optimizer's. usage: the share of the peak, tokens
-    or samples a second; None where nothing is told of the machine. memory: bytes of a rank by kind, "total" at the
-    peak. lower_bound: what no strategy of the search takes less, those among them that have no row. refused: the
-    strategies without a row, each with the reason.
+    mesh: axes pipe, data and tensor, or expert in its place. stages: ranks along pipe. cost: seconds of a training
+    step. Of these the busiest stage computes compute_seconds, recompute_seconds among them, waits exposed_seconds for
+    collectives and bubble_seconds for other stages, and optimizer_seconds are the optimizer's. usage: the share of the
+    peak, tokens or samples a second; None where nothing is told of the machine. memory: bytes of a rank by kind,
+    "total" at the peak. lower_bound: what no strategy of the search takes less, those among them that have no row.
+    refused: the strategies without a row, each with the reason.
     """
 
     mesh: Mesh
