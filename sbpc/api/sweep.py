@@ -89,9 +89,16 @@ def sweep(
     `sbpc.plan` raises.
     """
     check_devices(devices, axes, progress)
-    rows_of_experts = {"capacity": capacity, "overflow": overflow, "routing": routing}
-    asked = {"optimizer": optimizer, "objective": objective, "spread": spread, "memory": memory, "recompute": recompute}
-    options = checked(None, **asked, **rows_of_experts)
+    rows_of_experts: dict[str, Any] = {"capacity": capacity, "overflow": overflow, "routing": routing}
+    options = checked(
+        None,
+        optimizer=optimizer,
+        objective=objective,
+        spread=spread,
+        memory=memory,
+        recompute=recompute,
+        **rows_of_experts,
+    )
     check_kinds(model=(model, "an nn.Module"))
     check_kinds(
         stages=(stages, "True or False"),
