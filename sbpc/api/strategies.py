@@ -1,9 +1,9 @@
 """Search whole strategies: stages of a pipeline, layouts inside a stage, micro-batches and recompute, ranked by
 predicted seconds.
 
-What a block costs is measured on a model with two blocks of each list, planned once for every mesh of a stage and
-size of micro-batch. The seconds of any number of stages and blocks are put together from that; the plan of a row is
-made when it is asked for.
+What a block costs is measured on a model with two blocks of each run of equal ones, planned once for every mesh of a
+stage and size of micro-batch. The seconds of any number of stages and blocks are put together from that; the plan of a
+row is made when it is asked for.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from sbpc.graph.expert_rows import MESSAGE
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.operands import is_late, made_of
 from sbpc.graph.ports import PARAMETER, Port, placeholders
+from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import Axes
 from sbpc.passes.loop.body import loop_of
@@ -61,12 +62,12 @@ class TooLarge(MemoryLimitError):
 class StrategyRow:
     """A strategy and what a step is predicted to take. `plan` is made when it is asked for.
 
-    mesh: axes pipe, data and tensor. stages: ranks along pipe. cost: seconds of a training step. Of these the busiest
-    stage computes compute_seconds, recompute_seconds among them, waits exposed_seconds for collectives and
-    bubble_seconds for other stages, and optimizer_seconds are the optimizer's. usage: the share of the peak, tokens
-    or samples a second; None where nothing is told of the machine. memory: bytes of a rank by kind, "total" at the
-    peak. lower_bound: what no strategy of the search takes less, those among them that have no row. refused: the
-    strategies without a row, each with the reason.
+    mesh: axes pipe, data and tensor, or expert in its place. stages: ranks along pipe. cost: seconds of a training
+    step. Of these the busiest stage computes compute_seconds, recompute_seconds among them, waits exposed_seconds for
+    collectives and bubble_seconds for other stages, and optimizer_seconds are the optimizer's. usage: the share of the
+    peak, tokens or samples a second; None where nothing is told of the machine. memory: bytes of a rank by kind,
+    "total" at the peak. lower_bound: what no strategy of the search takes less, those among them that have no row.
+    refused: the strategies without a row, each with the reason.
     """
 
     mesh: Mesh
@@ -107,6 +108,8 @@ class Search:
     routing: Mapping[str, Any] = field(default_factory=dict)
     loops: dict[tuple[str, int], Loop] = field(default_factory=dict)
     plans: dict[Any, tuple[list[str], Callable[[int], Plan]]] = field(default_factory=dict)
+    forms: dict[str, GraphModule] = field(default_factory=dict)
+    kept: dict[str, float] = field(default_factory=dict)
 
     @uncollected()
     def rows(self, candidates: Sequence[Candidate], progress: Progress | None = None) -> list[StrategyRow]:
@@ -192,29 +195,49 @@ class Search:
         return self.memory is None or way.memory["total"] <= self.memory
 
     def ways(self, each: Candidate, form: str, levels: Sequence[int]) -> Iterator[Estimate]:
-        """Yields the candidate with the fastest layouts and with those of the experts, or where rows of experts are
-        shared out with these shared out over all ranks, each with all parameters at the first of some levels
-        (`sbpc.passes.stages.zero`) at which it fits."""
+        """Yields the candidate with the layouts of the experts and with the fastest ones, each with all parameters at
+        the first of some levels (`sbpc.passes.stages.zero`) at which it fits. Where rows of experts are shared out they
+        are so over all ranks first, which stores least: the fastest layouts are looked at if these fit."""
         every = tuple(at for at, size in enumerate(each.mesh.without(PIPE).sizes) if size > 1)
-        others: list[str | Axes] = [*experts_of(each)] if not self.shares else [every] if len(every) > 1 else []
-        for scheme in (None, *others):
-            for level in levels:
-                if self.memory is not None and each.stored[level] > self.memory:
-                    continue
-                try:
-                    blocks, plan_at = self.short_plans(each, form, scheme)
-                except (PlanError, PinError, LayoutError):
-                    if scheme is not None:  # which does not fit the model, or its mesh
-                        break
-                    raise
-                times = [block_times(self.lengths, block) for block in blocks]
-                yield (
-                    way := repeated(
-                        plan_at(level), times, each.mesh, PIPE, each.schedule, each.microbatches, each.floor
-                    )
-                )
-                if self.fits(way) or (level == 0 and self.memory is not None and beyond(way.memory) > self.memory):
+        schemes: list[str | Axes | None] = [None] if self.shares else [None, *experts_of(each)]
+        if self.shares and len(every) > 1:
+            shared = self.at_levels(each, form, every, levels)
+            yield from shared
+            if shared and not self.fits(shared[-1]):
+                return
+        for scheme in schemes:
+            yield from self.at_levels(each, form, scheme, levels)
+
+    def at_levels(self, each: Candidate, form: str, scheme: str | Axes | None, levels: Sequence[int]) -> list[Estimate]:
+        """Returns the candidate with the layouts of a scheme at the levels that may fit, up to the first that does."""
+        found = list[Estimate]()
+        for level in levels:
+            if self.memory is not None and each.stored[level] > self.memory:
+                continue
+            try:
+                blocks, plan_at = self.short_plans(each, form, scheme)
+            except (PlanError, PinError, LayoutError):
+                if scheme is not None:  # which does not fit the model, or its mesh
                     break
+                raise
+            times = [block_times(self.lengths, block) for block in blocks]
+            about = each.mesh, PIPE, each.schedule, each.microbatches, each.floor
+            found.append(repeated(plan_at(level), times, *about))
+            if self.fits(found[-1]) or (level == 0 and self.at_higher(found[-1]) > (self.memory or 0)):
+                break
+        return found
+
+    def at_higher(self, way: Estimate) -> float:
+        """Returns the bytes of a rank that are there however parameters and the optimizer's state are stored, and at
+        least of these."""
+        stored = min(way.memory["parameters"], self.stored / way.mesh.ranks) * (1 + way.options.copies)
+        return way.memory["total"] - way.memory["parameters"] - way.memory["optimizer"] + stored
+
+    @functools.cached_property
+    def stored(self) -> float:
+        """The bytes of all parameters of the whole model."""
+        sizes = {port.name: node.meta["val"].nbytes for port, node in placeholders(self.short.gm, PARAMETER).items()}
+        return total(self.lengths, sizes.items())
 
     @functools.cached_property
     def shares(self) -> bool:
@@ -225,9 +248,10 @@ class Search:
         """Returns bytes that a rank of the first stage holds at least between the forwards and the backwards of all
         micro-batches in flight there, if it has its part of the blocks and its ranks share all values."""
         blocks = sum(self.lengths.values()) or 1
-        kept = total(self.lengths, kept_of(self.loop(form, each.microbatches).body))
-        flying = min(each.microbatches, each.stages)
-        return kept * (blocks // each.stages / blocks) * flying * each.stages / each.mesh.ranks
+        if form not in self.kept:
+            self.kept[form] = total(self.lengths, kept_of(self.recomputed(form)))
+        flying = min(1.0, each.stages / each.microbatches)  # of the batch
+        return self.kept[form] * (blocks // each.stages / blocks) * flying * each.stages / each.mesh.ranks
 
     def short_plans(
         self, each: Candidate, form: str, scheme: str | Axes | None
@@ -245,9 +269,15 @@ class Search:
     def loop(self, form: str, count: int) -> Loop:
         """Returns the short model's loop over so many micro-batches, written once for all meshes and layouts."""
         if (form, count) not in self.loops:
-            gm = self.short.again().gm
-            self.loops[form, count] = loop_of(compute_again(gm, forms_of(gm, form)), count)
+            self.loops[form, count] = loop_of(rebuild(self.recomputed(form)), count)
         return self.loops[form, count]
+
+    def recomputed(self, form: str) -> GraphModule:
+        """Returns the short model's graph with a form of recompute."""
+        if form not in self.forms:
+            gm = self.short.again().gm
+            self.forms[form] = compute_again(gm, forms_of(gm, form))
+        return self.forms[form]
 
     def planned(self, each: Candidate, form: str) -> Plan:
         """Returns the plan of a row: free, or as an expert's where that is faster."""
@@ -265,11 +295,6 @@ class Search:
         if not plans:
             raise errors[0]
         return min(plans, key=lambda plan: plan.cost.seconds)
-
-
-def beyond(memory: Mapping[str, int]) -> int:
-    """Returns the bytes of a rank that are there however parameters and the optimizer's state are stored."""
-    return memory["total"] - memory["parameters"] - memory["optimizer"]
 
 
 def kept_of(gm: GraphModule) -> Iterator[tuple[str, int]]:

@@ -75,8 +75,8 @@ def sweep(
 
     stages, microbatches, recompute: search whole strategies (`sbpc.api.strategies`): with stages of a pipeline, with
     several micro-batches, with what `recompute` of `sbpc.plan` says. Rows are then a `StrategyRow` each: `.mesh`
-    with the axes pipe, data and tensor, which is called expert where it leaves a node, and there for a model whose rows
-    of experts may be shared out over it; `.stages`, `.schedule`, `.microbatches`, `.recompute`, `.cost` with what it
+    with the axes pipe, data and tensor, or expert, over which ranks of several nodes may share out rows of experts;
+    `.stages`, `.schedule`, `.microbatches`, `.recompute`, `.cost` with what it
     is made of, `.lower_bound`, and `.plan`, which is made when it is asked for. seconds: CPU seconds after which the
     search looks at no further strategy. What has no row stands in `.refused` of every row, with the reason.
 
@@ -89,9 +89,16 @@ def sweep(
     `sbpc.plan` raises.
     """
     check_devices(devices, axes, progress)
-    rows_of_experts = {"capacity": capacity, "overflow": overflow, "routing": routing}
-    asked = {"optimizer": optimizer, "objective": objective, "spread": spread, "memory": memory, "recompute": recompute}
-    options = checked(None, **asked, **rows_of_experts)
+    rows_of_experts: dict[str, Any] = {"capacity": capacity, "overflow": overflow, "routing": routing}
+    options = checked(
+        None,
+        optimizer=optimizer,
+        objective=objective,
+        spread=spread,
+        memory=memory,
+        recompute=recompute,
+        **rows_of_experts,
+    )
     check_kinds(model=(model, "an nn.Module"))
     check_kinds(
         stages=(stages, "True or False"),

@@ -11,20 +11,33 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
 
 import sbpc
+from tests.bench.experts import Loss, deepseek, qwen3
 from tests.bench.zoo import LLAMA_405B, Case, gpt3, llama_loss
 
 MEMORY, SHOWN = 80e9, 5
-MODELS: dict[str, tuple[Callable[[], Case], int]] = {
-    "gpt3": (lambda: gpt3(96, 1536), 1024),
-    "llama-405b": (lambda: llama_loss(126, 2048, 8192, LLAMA_405B), 16_384),
+MODELS: dict[str, tuple[Callable[[], Case], int, dict[str, Any]]] = {
+    "gpt3": (lambda: gpt3(96, 1536), 1024, {}),
+    "llama-405b": (lambda: llama_loss(126, 2048, 8192, LLAMA_405B), 16_384, {}),
+    "qwen3-30b-a3b": (lambda: of_experts(qwen3, 48, 64), 64, {"capacity": 1.25, "seconds": 100.0}),
+    "deepseek-v3": (lambda: of_experts(deepseek, 61, 256), 256, {"capacity": 1.25, "seconds": 100.0}),
 }
+
+
+def of_experts(make: Callable[[int], nn.Module], layers: int, batch: int) -> Case:
+    """A model of experts with so many sequences of 4096 tokens."""
+    with torch.device("meta"):
+        return Loss(make(layers)).bfloat16(), (torch.zeros(batch, 4096, dtype=torch.int64),), {}
 
 
 def show(name: str) -> None:
     """Prints the search of a model."""
-    make, devices = MODELS[name]
+    make, devices, more = MODELS[name]
     model, args, _ = make()
     options = {
         "devices": devices,
@@ -33,6 +46,7 @@ def show(name: str) -> None:
         "recompute": "auto",
         "stages": True,
         "microbatches": True,
+        **more,
     }
     start = time.process_time()
     rows = sbpc.sweep(model, args, **options)

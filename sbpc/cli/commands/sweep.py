@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from sbpc.api.candidates import Refused
+from sbpc.api.candidates import EXPERT, Refused
 from sbpc.api.strategies import StrategyRow
 from sbpc.api.sweep import SweepRow, sweep
 from sbpc.cli.options import ON_A_MESH, add_planning, cluster_of, positive, target_of
@@ -85,7 +85,10 @@ def run(options: argparse.Namespace) -> int:
     if isinstance(rows[0], StrategyRow):
         console.print(strategies_table(rows[: options.top]))
         bound = f"none takes less than {rows[0].lower_bound:.3g} s"
-        console.print(f"{len(rows)} strategies looked at; {bound}. A mesh is stages x data x tensor.", highlight=False)
+        axes = "stages x data x tensor"
+        if any(EXPERT in row.mesh.axes for row in rows[: options.top]):
+            axes += f", or {EXPERT}s beyond a node"
+        console.print(f"{len(rows)} strategies looked at; {bound}. A mesh is {axes}.", highlight=False)
         for line in refused_lines(rows[0].refused):
             console.print(line, highlight=False, markup=False)
         return 0
