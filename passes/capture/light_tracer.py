@@ -29,6 +29,7 @@ from sbpc._compat import (
     storage_of,
 )
 from sbpc.errors import CaptureError
+from sbpc.graph.operands import functional_form
 from sbpc.graph.ports import SEED_PORT, Port
 from sbpc.graph.rewrite import called, put
 from sbpc.passes.capture.fake_model import FakeModel, placeholder
@@ -365,21 +366,6 @@ def unregistered(value: Tensor) -> CaptureError:
     it."""
     what = f"the model uses a tensor {list(value.shape)} that is no parameter, no buffer and no argument"
     return user_error(what, user_stack(), "Register it with register_buffer, or pass it as an argument.")
-
-
-def functional_form(func: Any) -> Any:
-    """Returns the op that returns what the in-place op `func` writes, or None: it takes the same arguments. Its
-    overload may have another name: pow_.Scalar is pow.Tensor_Scalar, and pow.Scalar the power of a number."""
-    space, name = func._schema.name.split("::")
-    packet: Any = getattr(getattr(torch.ops, space), name[:-1], None) if name.endswith("_") else None
-    names = [] if packet is None else sorted(packet.overloads(), key=lambda each: each != func._overloadname)
-    ops = (getattr(packet, each) for each in names)
-    return next((op for op in ops if not op._schema.is_mutable and takes(op) == takes(func)), None)
-
-
-def takes(op: Any) -> list[tuple[str, str]]:
-    """Returns the names and types of the arguments of an op."""
-    return [(argument.name, str(argument.type)) for argument in op._schema.arguments]
 
 
 def place_of(value: Tensor) -> tuple[Any, ...]:

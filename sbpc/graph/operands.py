@@ -160,3 +160,18 @@ def just_in_time(nodes: Iterable[Node], free: Container[Node]) -> list[Node]:
         if node not in free and node not in placed:
             place(node)
     return list(placed)
+
+
+def functional_form(func: Any) -> Any:
+    """Returns the op that returns what the in-place op `func` writes, or None: it takes the same arguments. Its
+    overload may have another name: pow_.Scalar is pow.Tensor_Scalar, and pow.Scalar the power of a number."""
+    space, name = func._schema.name.split("::")
+    packet: Any = getattr(getattr(torch.ops, space), name[:-1], None) if name.endswith("_") else None
+    names = [] if packet is None else sorted(packet.overloads(), key=lambda each: each != func._overloadname)
+    ops = (getattr(packet, each) for each in names)
+    return next((op for op in ops if not op._schema.is_mutable and takes(op) == takes(func)), None)
+
+
+def takes(op: Any) -> list[tuple[str, str]]:
+    """Returns the names and types of the arguments of an op."""
+    return [(argument.name, str(argument.type)) for argument in op._schema.arguments]
