@@ -65,7 +65,7 @@ def test_cuts_keep_to_their_file(tmp_path: Any) -> None:
     plan = sbpc.plan(Chain("bare"), (torch.ones(8, 8),), Mesh(pipe=4), **asked)
     plan.save(tmp_path / "plan.sbpc")
     assert sbpc.load(tmp_path / "plan.sbpc").cuts == plan.cuts
-    for wrong in ("first.weight+99", "first.weight+-9"):
+    for wrong in ("first.weight+99", "first.weight+-9", "frist.weight+3", "+3", "first.weight+²", "first.weight+--1"):
         cuts = [wrong, *plan.cuts[1:]]
         message = refused(
             PlanError, lambda cuts=cuts: sbpc.plan(Chain("bare"), (torch.ones(8, 8),), Mesh(pipe=4), cuts=cuts, **asked)

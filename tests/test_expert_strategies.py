@@ -88,6 +88,8 @@ def test_experts_may_have_an_axis_across_nodes() -> None:
     wide = {each.mesh.sizes for each in found if each.mesh.axes[-1] == EXPERT}
     assert wide == {(1, 2, 4)} and all(size[2] <= 2 for size in {each.mesh.sizes for each in found} - wide)
     assert {each.microbatches for each in found if each.mesh.sizes in wide} == {1}  # each rank has tokens of its own
+    odd = candidates(task, lengths, 9, SLOW, False, True, None, None)  # nine do not divide a batch of eight
+    assert {(each.mesh.sizes, each.microbatches) for each in odd} == {((1, 9, 1), 1), ((1, 3, 3), 1)}
     model, x = models.mlp(batch=8, layers=4)
     dense = candidates(prepare(model, x), {}, 8, SLOW, True, True, None, None)
     assert {each.mesh.axes[-1] for each in dense} == {"tensor"}

@@ -24,6 +24,7 @@ from tests import models
 from tests.compare import largest_error
 from tests.models import Model
 from tests.random_plans import random_plan
+from tests.routed import Gated, batch
 from tests.test_breadth_first import LAN
 from tests.test_closed_forms import Linears
 from tests.test_sequence import COLUMN_ROW
@@ -365,3 +366,13 @@ def test_what_chunks_of_a_stage_share_is_held_once_where_parameters_come_early(
     plan = sbpc.baseline("fsdp", model, args, mesh, microbatches=4, optimizer=None, **options)
     assert any(EARLY in which for which, _ in plan.order(0))
     assert sbpc.simulate(plan, model, args).peak_memory == plan.cost.memory["total"]
+
+
+@pytest.mark.parametrize("pin", ["[B, B]", "[S(1), B]", "[R(0), S(1)]"])
+def test_products_of_groups_that_are_written_as_others_count_what_those_hold(pin: str) -> None:
+    """No kernel takes float64, of GPUs neither: each group is a product of all rows with zeros."""
+    torch.manual_seed(0)
+    model = Gated().double()
+    plan = sbpc.plan(model, batch(), Mesh(a=2, b=2, cluster="h100"), pin={"_grouped_mm": pin})
+    run = sbpc.simulate(plan, model, batch("the last ones idle"))
+    assert run.peak_memory == pytest.approx(plan.cost.memory["total"] - plan.cost.memory["optimizer"], rel=0.01)

@@ -169,8 +169,8 @@ def cuts_at(gm: GraphModule, places: Places, named: Sequence[str], mesh: Mesh) -
     here, found, first = [0, *between_blocks(places)], [0], first_reads(gm, places)
     for name in named:
         named_alone, sign, further = name.rpartition("+")
-        if sign and name not in first and further.lstrip("-").isdigit():
-            found.append(first.get(named_alone, 0) + int(further))
+        if sign and name not in first and named_alone in first and further.removeprefix("-").isdecimal():
+            found.append(first[named_alone] + int(further))
         else:
             place = first.get(name, 0)
             before = max((each for each in first.values() if each < place), default=0)

@@ -96,7 +96,8 @@ def candidates(
 
     Stages: divisors of the devices. Ranks of tensor: inside a node; across nodes the axis is called expert, and is
     there for a model whose ranks may share out rows of experts. Micro-batches: divisors of the batch that give
-    every rank of data 1, 2, 4, ... samples. Chunks on each stage: up to `MOST`.
+    every rank of data 1, 2, 4, ... samples; one where no strategy has such a number. Chunks on each stage: up to
+    `MOST`.
     """
     batch, calls = Model(task.gm).batch, [node for node in task.gm.graph.nodes if node.op == "call_function"]
     blocks = sum(lengths.values()) or 1
@@ -139,6 +140,8 @@ def candidates(
                     boxes = boxing(mesh, stored, of_experts, rows, count, memory, optimizer)
                     guess = computes + boxes
                     found.append(Candidate(mesh, schedule, count, floor, least, guess, held))
+    if microbatches and not found:
+        return candidates(task, lengths, devices, cluster, stages, False, optimizer, memory)
     return sorted(found, key=lambda each: (each.guess, each.mesh.sizes, each.microbatches, each.schedule))
 
 

@@ -16,6 +16,7 @@ from sbpc.graph.operands import leaves, operands
 from sbpc.mesh.layout import chunk
 from sbpc.mesh.mesh import Mesh
 from sbpc.rules.binding import flat_outputs
+from sbpc.rules.grouped_product import is_several
 from sbpc.rules.match import Match, Sharing
 
 # by call what it reads and bytes it makes; results; and, if any, which of the calls waits for what another one sends
@@ -32,7 +33,9 @@ def written(node: Node, mesh: Mesh) -> Calls | None:
     choice = node.meta.get("choice")
     if node.target in DENSE and not mesh.cluster.has_gpus:
         return dense_call(node, mesh)
-    if match is None or choice is None or not (choice.sharing or choice.owning or match.shifts & choice.cuts().keys()):
+    if match is None or choice is None:
+        return None
+    if not (choice.sharing or choice.owning or match.shifts & choice.cuts().keys() or is_several(match)):
         return None
     shifted = sorted(match.shifts & choice.cuts().keys())
     origin = (0,) * len(mesh.sizes)

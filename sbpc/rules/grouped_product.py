@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sbpc.graph import product_shapes  # noqa: F401 - it tells what torch does not know
-from sbpc.rules.match import Arguments, Call, Shard
+from sbpc.rules.match import Arguments, Call, Match, Shard
 
 GROUPED = {  # by the number of dims of both operands; e and f: what 16 bytes hold, by which the kernel aligns rows
     (2, 2): "(k e) m, m (n f), h -> g (k e) (n f) ; +m ; idx m ; idx g ; fix h e f ; lin(0) ; lin(1)",
@@ -51,10 +51,14 @@ def grouped_local(shard: Shard) -> Any:
     return dense(call, made, local["m"], number, call("neg", start))
 
 
+def is_several(match: Match) -> bool:
+    """Returns whether a call is such a product that is written as others, as no kernel takes its type."""
+    return match.rule.text in GROUPED.values() and match.bound.outputs[0].dtype == torch.float64
+
+
 def product(shard: Shard, given: Arguments) -> Any:
-    """The op itself, or for float64, which its kernels do not take, one product for each group, of all rows with
-    zeros for the others."""
-    if shard.match.bound.outputs[0].dtype != torch.float64:
+    """The op itself, or for float64 one product for each group, of all rows with zeros for the others."""
+    if not is_several(shard.match):
         return shard.plain(**given)
     call, local, x, y, text = shard.aten, shard.local, given["self"], given["mat2"], shard.match.rule.text
     if text == GROUPED[3, 3]:
