@@ -12,6 +12,10 @@ import sbpc
 from sbpc import Mesh, Plan
 from sbpc.errors import PlanError
 from sbpc.graph.ports import PARAMETER
+from sbpc.passes.memory.limited_space import store
+from sbpc.passes.memory.live_bytes import STORED
+from sbpc.passes.stages.balance import between_blocks, cuts_of, places_of, stage_at
+from tests import models
 from tests.compare import compare, eager
 from tests.test_plan import refused
 
@@ -58,6 +62,23 @@ def test_cuts_of_a_plan_lead_back_to_it(kind: str, stages: int, schedule: str) -
 def stored(chunk: Any) -> set[str]:
     """The parameters of a chunk."""
     return {port.name for port in chunk.given if port.kind == PARAMETER}
+
+
+def test_what_stands_for_stored_values_moves_no_call_to_another_stage() -> None:
+    """Under a limit of bytes a body has an alias of what its backward reads: it is cut as it is without."""
+    model, args = models.gpt2(batch=8, layers=2)
+    mesh = Mesh(pipe=2, tensor=2)
+    plan = sbpc.plan(model, args, mesh, stages="pipe", microbatches=2, recompute="full")
+    body = plan.body
+    assert body is not None
+    stored = store(body.annotated)
+    before, after = places_of(body.annotated), places_of(stored)
+    assert sum(STORED in node.meta for node in after) > 10
+    assert between_blocks(after) == between_blocks(before)
+    cuts = cuts_of(body.annotated, before, 2, body.mesh)
+    assert cuts_of(stored, after, 2, body.mesh) == cuts
+    stages = {node.name: stage_at(place, cuts) for node, place in after.items() if STORED not in node.meta}
+    assert stages == {node.name: stage_at(place, cuts) for node, place in before.items()}
 
 
 def test_cuts_keep_to_their_file(tmp_path: Any) -> None:

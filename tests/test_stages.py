@@ -322,7 +322,8 @@ def names_of(kind: str, names: Sequence[str]) -> frozenset[Port]:
 
 @pytest.mark.prove
 def test_layouts_of_the_expert_take_part_under_a_limit() -> None:
-    """The free plan holds parameters whole; to move these to higher levels takes 38.5 ms, and the expert's layouts 19.9."""
+    """The free plan gathers every weight: to do so in every micro-batch takes 50 ms or more, and the expert's layouts
+    27.0."""
     with torch.device("meta"):
         model = Decoder(1024, 2048, 4096, 32, 2).to(torch.bfloat16)
     args, options = (
@@ -331,8 +332,8 @@ def test_layouts_of_the_expert_take_part_under_a_limit() -> None:
     )
     mesh = Mesh(pipe=2, tensor=8, cluster="h100")
     free = sbpc.plan(model, args, mesh, **options)
-    limited = sbpc.plan(model, args, mesh, memory=0.6 * free.memory["total"], **options)
-    assert limited.memory["total"] <= 0.6 * free.memory["total"]
+    limited = sbpc.plan(model, args, mesh, memory=0.8 * free.memory["total"], **options)
+    assert limited.memory["total"] <= 0.8 * free.memory["total"]
     assert free.cost.seconds < limited.cost.seconds < 1.2 * free.cost.seconds
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -25,13 +26,15 @@ from sbpc.rules.local_rows import CASTS, SORTS, VIEWS, behind
 from sbpc.rules.sum_types import narrows
 
 Places = dict[Node, int]
+ALIAS = torch.ops.aten.alias.default
 
 
 def places_of(gm: GraphModule) -> Places:
     """Returns the place of every call that depends on a parameter: of the forward, its number among these; of the
     backward, the last place at which it can run: not after the gradients it reads, and where what it reads of the
     forward is made or read. What depends on parameters alone has the place at which it is first read: it is made
-    once a step, by every stage that reads it.
+    once a step, by every stage that reads it. An alias, which stands for what the backward reads where bytes are
+    limited, has no place of its own: a body is cut with them as without.
     """
     bound = set(placeholders(gm, PARAMETER).values())
     fixed = set(bound)
@@ -47,6 +50,12 @@ def places_of(gm: GraphModule) -> Places:
             continue
         if fixed.issuperset(node.all_input_nodes):
             fixed.add(node)
+            if node.target is ALIAS:  # what reads it goes where what reads its value goes
+                at[node] = at.setdefault(node.all_input_nodes[0], [])
+            continue
+        if node.target is ALIAS:
+            known[node] = max(at[node.all_input_nodes[0]])
+            at[node] = [known[node]]
             continue
         place = at_producer(node, known, len(set(known.values())))
         known[node] = place
