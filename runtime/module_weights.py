@@ -143,9 +143,18 @@ class ModuleWeights:
         errors = []
         for runner in found:
             if (error := self.guards[runner].broken()) is None:
+                if not alone and self.lacks_backward(runners[0], runner, call):
+                    raise Unplanned("gradients are on, and the only plan for this call is a forward alone")
                 return runner
             errors.append(error)
         raise Unplanned(errors[0]) if isinstance(errors[0], ChangedValue) else errors[0]
+
+    @staticmethod
+    def lacks_backward(first: Runner, runner: Runner, call: Call) -> bool:
+        """Returns whether a plan is for a forward alone where a further one may have a backward, and gradients are on.
+        first: whose plan further ones are like; with stages they have a backward in `step` alone."""
+        asked = torch.is_grad_enabled() and first.plan.options.train and not runner.plan.options.train
+        return asked and (call.at_once or first.plan.axis is None)
 
     def guards_of(self, runner: Runner) -> Guards:
         """Returns the guards of a plan on this module."""

@@ -197,6 +197,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {  # what an argument may be, in the w
     "True or False": lambda value: isinstance(value, bool),
     "a function": callable,
     "a list": lambda value: isinstance(value, (tuple, list)),
+    "a list of texts": lambda value: isinstance(value, (tuple, list)) and all(isinstance(each, str) for each in value),
     "a mapping whose keys are texts": lambda value: (
         isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
     ),

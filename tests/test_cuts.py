@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh, Plan
-from sbpc.errors import PlanError
+from sbpc.errors import PlanError, SbpcError
 from sbpc.graph.ports import PARAMETER
 from sbpc.passes.memory.limited_space import store
 from sbpc.passes.memory.live_bytes import STORED
@@ -92,3 +92,12 @@ def test_cuts_keep_to_their_file(tmp_path: Any) -> None:
             PlanError, lambda cuts=cuts: sbpc.plan(Chain("bare"), (torch.ones(8, 8),), Mesh(pipe=4), cuts=cuts, **asked)
         )
         assert message.startswith(f"cuts= names '{wrong}', before which no stage ends")
+
+
+def test_what_names_no_parameter_is_no_cut() -> None:
+    for wrong in ([None], [0], ["first.weight", ["last"]]):
+        message = refused(
+            SbpcError,
+            lambda cuts=wrong: sbpc.plan(Chain("bare"), (torch.ones(8, 8),), Mesh(pipe=2), stages="pipe", cuts=cuts),
+        )
+        assert message.endswith("Give a list of texts or None.")

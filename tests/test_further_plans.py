@@ -246,7 +246,7 @@ def in_stages(*plans: sbpc.Plan) -> Any:
 def test_evaluation_stands_beside_stages_in_one_module() -> None:
     asked: dict[str, Any] = {"stages": "pipe", "microbatches": 2}
     first = sbpc.plan(deep(), rows_of(8), Mesh(pipe=2), **asked)
-    assert first.cuts == ["layers.3.weight"]
+    assert first.cuts == ["layers.2.weight+1"]
     asked |= {"pin": first.parameters}
     plans = [first, sbpc.plan(deep(), rows_of(6), Mesh(pipe=2), cuts=first.cuts, **asked)]
     plans += [
@@ -321,3 +321,32 @@ def test_200_batches_and_lengths_of_a_gpt_run_by_at_most_3_plans(inputs: str | N
     for error, plans, seconds in run_ranks(of_many_sizes, 2, 200, inputs, seconds=1700):
         print(f"largest error {error:.1e}, {plans} plans, {seconds:.2f} s for the median step")
         assert error < 1e-10 and plans <= 3
+
+
+def with_gradients_in_eval(options: Any, once: bool) -> Any:
+    """A loss and a gradient in eval mode, where an evaluation without gradients was planned first."""
+    model = words().eval()
+    about: dict[str, Any] = {"loss": scored, "targets": tokens(8, 6)[1:]} if once else {}
+    plan = sbpc.plan(model.train(), tokens(8, 6)[:1], Mesh(data=2), **about, **options)
+    module: Any = sbpc.parallelize(model, plan, also="auto").eval()
+    args = tokens(8, 6) if once else tokens(8, 6)[:1]
+    with torch.no_grad():
+        first = module(*args)
+    loss = module.step(*args) if once else scored(module(*args), tokens(8, 6)[1])
+    if not once:
+        loss.backward()
+    with torch.no_grad():
+        torch.testing.assert_close(module(*args), first)
+    return loss.detach(), module.head.weight.grad.full_tensor(), len(vars(type(module))[RUNNERS])
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_gradients_in_eval_mode_are_planned_beside_an_evaluation_without(once: bool) -> None:
+    model = words().eval()
+    loss = scored(model(tokens(8, 6)[0]), tokens(8, 6)[1])
+    loss.backward()
+    for options in ({}, {"microbatches": 2}) if once else ({},):
+        for found, gradient, plans in run_ranks(with_gradients_in_eval, 2, options, once, seconds=120):
+            torch.testing.assert_close(found, loss.detach(), rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(gradient, model.head.weight.grad, rtol=1e-10, atol=1e-10)
+            assert plans == 3

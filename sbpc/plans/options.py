@@ -158,7 +158,7 @@ class Options:
         "where the chunks of a model in stages begin, as `plan.cuts` says it of another plan: the name of the first "
         "parameter of each but the first, or of a parameter and how many calls behind the first that reads it, such as "
         "up.weight+2. Plans of one module are to be cut alike. None is where stages are even.",
-        "a list",
+        "a list of texts",
         "None",
     )
     recompute: str = option(
