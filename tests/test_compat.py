@@ -106,6 +106,14 @@ def mode_sees_every_op() -> bool:
     return calls.ops == ["aten.exp.default", "aten.relu.default"]
 
 
+def no_mode_sees_an_op() -> bool:
+    with Calls() as calls:
+        torch.relu(X)
+        with _compat.without_modes():
+            torch.exp(X)
+    return calls.ops == ["aten.relu.default"]
+
+
 def meta_tensors_are_made_beside_fakes() -> bool:
     """Inside, what is made on the meta device is a plain tensor, and a fake can be made of it."""
     with _compat.FakeTensorMode() as mode, _compat.in_kernel_invocation_manager(mode):
@@ -138,6 +146,7 @@ HANDED_ON: dict[str, Callable[[], bool]] = {
     "in_kernel_invocation_manager": meta_tensors_are_made_beside_fakes,
     "tree_leaves": lambda: _compat.tree_leaves([{"b": 1, "a": (2, 3)}, None]) in ([1, 2, 3, None], [2, 3, 1, None]),
     "tree_map": lambda: _compat.tree_map(lambda x: x + 1, [{"b": 1, "a": (2, 3)}, 4]) == [{"b": 2, "a": (3, 4)}, 5],
+    "without_modes": no_mode_sees_an_op,
 }
 
 
@@ -156,6 +165,13 @@ def test_every_name_has_a_test_that_is_called_after_it() -> None:
     tests = [name for name in (*globals(), *vars(test_compat_processes)) if name.startswith("test_")]
     lacking = [name for name in own if not any(test.startswith(f"test_{name.lower()}_") for test in tests)]
     assert not lacking, lacking
+
+
+def test_compiled_enough_has_dynamo_raise_from_its_limit_on() -> None:
+    config: Any = torch._dynamo.config
+    with config.patch(fail_on_recompile_limit_hit=False):
+        assert not _compat.compiled_enough(config.recompile_limit - 1) and not config.fail_on_recompile_limit_hit
+        assert _compat.compiled_enough(config.recompile_limit) and config.fail_on_recompile_limit_hit
 
 
 def test_aot_export_joint_with_descriptors_describes_all_inputs_and_outputs() -> None:

@@ -17,7 +17,8 @@ from sbpc.errors import CaptureError
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
 SBPC = os.path.dirname(errors.__file__) + os.sep
-INSTEAD = (os.path.join(os.path.dirname(__file__), "flex.py"),)  # which runs in the place of torch's own
+# which run in the place of torch's own
+INSTEAD = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("attention.py", "flex.py"))
 SourceLine = tuple[str, int, str]  # file, number, function
 
 
