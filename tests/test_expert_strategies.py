@@ -171,7 +171,7 @@ def test_a_part_of_batched_products_has_part_of_the_batch_first() -> None:
 
 
 def test_the_command_line_searches_models_of_experts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "target.py"
+    file = tmp_path / "target_of_experts.py"
     file.write_text("from tests.test_expert_strategies import mixture as build\n")
     asked = ["sweep", f"{file}:build", "--devices", "4", "--cluster", "h100", "--stages", "--seconds", "1"]
     assert main([*asked, "--capacity", "1.5", "--overflow", "drop", "--json"]) == 0

