@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,14 @@ def same_start() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def own_targets() -> Iterator[None]:
+    """Targets that a test loads are forgotten after it: a process of a user runs one command, and one of tests runs many."""
+    yield
+    for name in [name for name in sys.modules if name.startswith("target_")]:
+        del sys.modules[name]
 
 
 @pytest.fixture
