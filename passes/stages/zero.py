@@ -172,9 +172,7 @@ class Zero:
         ours = {node for group in self.groups for node in group.nodes}
         layouts = {name: choice.output(0, mesh.axes) for name, choice in self.plan.assignment.choices.items()}
         names = {node: [node.name] for node in ours} | {
-            node: [port.name, *(name for name, first in self.plan.ports.tied.items() if first == port.name)]
-            for port, node in placeholders(gm).items()
-            if port.kind == PARAMETER
+            node: self.plan.ports.names_of(port.name) for port, node in placeholders(gm, PARAMETER).items()
         }
         patterns = list(self.plan.options.pin)
         may_move = {node for node in ours if not any(fnmatch.filter(names[node], pattern) for pattern in patterns)}
