@@ -12,6 +12,7 @@ import jinja2
 from torch.fx import GraphModule
 
 from sbpc.inspect.graph_rows import Fold, ValueRow, fold, graph_rows
+from sbpc.inspect.tables import quantity
 from sbpc.mesh.mesh import Mesh
 
 CHAR, LINE, MARGIN = 7.25, 21.0, 22.0  # pixels: a character of 12 px monospace, a row, the edge of the picture
@@ -70,18 +71,23 @@ def graph_svg(gm: GraphModule, mesh: Mesh, title: str = "", limit: int = 150) ->
     rows = graph_rows(gm, mesh)
     shown, left_out = fold(rows, limit)
     return template("picture.svg.j2").render(
-        drawing(rows, shown, mesh) | {"title": clean(title), "subtitle": subtitle(rows, left_out)}
+        drawing(rows, shown, mesh) | {"title": title, "subtitle": subtitle(rows, left_out)}
     )
 
 
 @functools.cache
 def template(name: str) -> jinja2.Template:
-    """Returns a template of this package. Whatever is put into it is escaped."""
+    """Returns a template of this package. Whatever is put into it is cleaned and escaped."""
     loader = jinja2.PackageLoader("sbpc.inspect")
     environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader,
+        autoescape=True,
+        finalize=lambda value: clean(value) if type(value) is str else value,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    environment.filters["px"] = lambda number: f"{number:.1f}".removesuffix(".0")
+    environment.filters |= {"px": lambda number: f"{number:.1f}".removesuffix(".0"), "quantity": quantity}
     return environment.get_template(name)
 
 
@@ -106,7 +112,7 @@ def drawing(rows: Sequence[ValueRow], shown: Sequence[ValueRow | Fold], mesh: Me
     middle: dict[int, float] = {}  # by number of a value: the y of its row
     for row in shown:
         if isinstance(row, Fold):
-            lines.append(DrawnRow(y, "fold", {"text": clean(row.text)}, ""))
+            lines.append(DrawnRow(y, "fold", {"text": row.text}, ""))
             module = ""
         else:
             if not sections or sections[-1]["kind"] != row.section:
@@ -182,11 +188,11 @@ def drawn(row: ValueRow, y: float, columns: dict[str, float], mesh: Mesh, most: 
         "op": op,
         "rest": shorten(row.rest, WIDEST["call"] - len(op)),
         "module": shorten(module, WIDEST["module"]),
-        "order": clean(row.order),
+        "order": row.order,
         "sent": f"{row.sent:,.0f} B" if row.sent else "",
     }
     about = (f"  # {row.note}" if row.note else "") + (f"  {row.module}" if row.module else "")
-    full = clean(f"{row.name}  {row.type}  {row.layout}  {row.call}{about}")
+    full = f"{row.name}  {row.type}  {row.layout}  {row.call}{about}"
     bar = 78.0 * row.sent / most if row.sent else 0.0
     return DrawnRow(y, row.kind, cells, full, tuple(chips), tuple(arrows), bar)
 
@@ -207,11 +213,16 @@ def meaning(state: str) -> str:
     return MEANING.get(state, MEANING[state[0]]).format(state[2:-1] or "sum")
 
 
+def states_in(rows: Sequence[ValueRow]) -> list[str]:
+    """Returns the states that occur, splits first."""
+    states = {state for row in rows for state in (*row.states, *(before for _, before in row.moved))}
+    return sorted(states, key=lambda state: (state[0] != "S", state))
+
+
 def legend(rows: Sequence[ValueRow], x: float) -> list[dict[str, Any]]:
     """Returns the states that occur, with what they mean."""
-    states = {state for row in rows for state in (*row.states, *(before for _, before in row.moved))}
     items: list[dict[str, Any]] = []
-    for state in sorted(states, key=lambda state: (state[0] != "S", state)):
+    for state in states_in(rows):
         text = meaning(state)
         items.append({"chip": chip(x, state), "text": text, "x": x + CHIP + 7})
         x += CHIP + 7 + 6.4 * len(text) + 20
@@ -256,7 +267,6 @@ def curve(x: float, top: float, bottom: float, bulge: float) -> str:
 
 def shorten(text: str, most: int) -> str:
     """Returns at most so many characters, the last an ellipsis where more are left out."""
-    text = clean(text)
     return text if len(text) <= most else text[: max(0, most - 1)] + "…"
 
 
