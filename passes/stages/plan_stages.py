@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from sbpc.errors import MemoryLimitError, PlanError, lacking
-from sbpc.graph.operands import operands, value_of
+from sbpc.graph.operands import value_of
 from sbpc.graph.ports import GRADIENT, PARAMETER, Port, placeholders, results
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
@@ -154,17 +154,9 @@ def left(whole: Plan, piece: StageGraph, borders: Mapping[str, Layout], port: Po
 def border(whole: Plan, node: Node) -> Layout:
     """Returns the layout in which a value crosses: of those in which it is made or read the one of the fewest bytes
     a rank, or whole."""
-    producer, index = value_of(node)
-    axes, choices = whole.mesh.axes, whole.assignment.choices
-    layouts = [choices[producer.name].output(index, axes)]
-    for user in node.users:
-        if user.op == "call_function" and user.name in choices:
-            layouts += [
-                choices[user.name].input(slot, axes) for slot, used in enumerate(operands(user)) if used is node
-            ]
-    layouts += (
-        [whole.assignment.aliases[producer.name, index]] if (producer.name, index) in whole.assignment.aliases else []
-    )
+    axes, known, (producer, index) = whole.mesh.axes, whole.assignment, value_of(node)
+    layouts = [known.made(node, axes), *known.read(node, axes)]
+    layouts += [layout] if (layout := known.aliases.get((producer.name, index))) is not None else []
     kept = [layout for layout in dict.fromkeys(layouts) if not layout.partial and may_hold(layout, node, whole.mesh)]
     if not kept:  # a partial sum wherever it is made or read: it is added up on its way
         kept = [layout for each in layouts for layout in added_up(each, node) if may_hold(layout, node, whole.mesh)]
