@@ -206,4 +206,4 @@ def shorten(text: str, most: int) -> str:
 
 def clean(text: str) -> str:
     """Returns the text without characters that no XML may hold."""
-    return "".join(c if c.isprintable() or c == " " else "�" for c in text)
+    return text if text.isprintable() else "".join(c if c.isprintable() else "�" for c in text)

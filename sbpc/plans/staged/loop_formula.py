@@ -23,9 +23,9 @@ from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.chunk import Chunk
 from sbpc.plans.cost import Kernel, Terms, Transfer
-from sbpc.plans.measure import dims_at, kernels_and_transfers, layout_at, sum_kernel
+from sbpc.plans.measure import kernels_and_transfers, sum_kernel
 from sbpc.plans.memory import POSITION, Life
-from sbpc.plans.memory_formula import largest, local, moments_of, storage_formulas, total
+from sbpc.plans.memory_formula import bytes_of, largest, moments_of, storage_formulas, total
 from sbpc.plans.staged.chunk_cost import ChunkCost
 from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.loop import Loop
@@ -159,8 +159,7 @@ class ChunkMemory(ChunkCost):
         return storage_formulas(life, self.mesh, self.sizes)
 
     def bytes_of(self, node: Node) -> Any:
-        value = node.meta["val"]
-        return value.element_size() * local(value, layout_at(node), self.mesh, self.sizes, dims_at(node))
+        return bytes_of(*value_of(node), self.mesh, self.sizes)
 
     def rises(self, which: Parts, first: bool) -> list[Any]:
         """Returns what a program has alive at moments of which one is its most, besides what is there before it is
