@@ -17,8 +17,7 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Mesh, Plan
 from sbpc.inspect.model_map import model_map
-from sbpc.inspect.page_charts import timeline
-from sbpc.inspect.page_stages import schedule
+from sbpc.inspect.page_charts import schedule, timeline
 from sbpc.inspect.picture import hue_of
 from sbpc.inspect.tables import quantity
 

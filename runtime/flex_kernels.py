@@ -58,16 +58,21 @@ def blocks_of(query: Tensor, key: Tensor, mask: Callable[..., Tensor], text: str
     return (*blocks, mask)
 
 
+def functions(
+    query: Tensor, key: Tensor, given: Sequence[Any], masks: Sequence[Tensor], score_mod: str, mask_mod: str
+) -> tuple[tuple[Tensor, ...], Callable[..., Tensor], Any]:
+    """Returns the places that are told, what changes scores, and the blocks of the mask."""
+    told = tuple(place for place in given if place is not None)
+    mask = function(mask_mod, given, False)
+    return told, function(score_mod, given, True), blocks_of(query, key, mask, mask_mod, (*told, *masks))
+
+
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, b: Any, h: Any, q: Any, kv: Any, scores: Any, masks: Any,
     score_mod: str, mask_mod: str, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What the op of `sbpc.graph.flex` gives."""
-    given = b, h, q, kv
-    told = tuple(place for place in given if place is not None)
-    mask = function(mask_mod, given, False)
-    blocks = blocks_of(query, key, mask, mask_mod, (*told, *masks))
-    changed = function(score_mod, given, True)
+    told, changed, blocks = functions(query, key, (b, h, q, kv), masks, score_mod, mask_mod)
     captured = (*told, *scores), (*told, *masks)
     hop = torch.ops.higher_order.flex_attention
     out, lse, _ = hop(query, key, value, changed, blocks, scale, OPTIONS, *captured)
@@ -80,11 +85,7 @@ def flex_attention_backward(
     wanted: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     """What that of its backward gives."""
-    given = b, h, q, kv
-    told = tuple(place for place in given if place is not None)
-    mask = function(mask_mod, given, False)
-    blocks = blocks_of(query, key, mask, mask_mod, (*told, *masks))
-    changed = function(score_mod, given, True)
+    told, changed, blocks = functions(query, key, (b, h, q, kv), masks, score_mod, mask_mod)
     leaves = [x.detach().requires_grad_(want) for x, want in zip(scores, wanted)]
     captured = (*told, *leaves), (*told, *masks)
     places, score = [query.new_zeros((), dtype=torch.int)] * 4, query.new_zeros((), requires_grad=True)

@@ -28,7 +28,6 @@ from sbpc.runtime import bind
 from sbpc.runtime.accumulate import NO_SYNC, ZERO_GRAD
 from sbpc.runtime.executors import executor_of
 from sbpc.runtime.further_plans import FurtherPlans, check_homes, most_plans, runner_for
-from sbpc.runtime.joint_step import STEP, joint_step
 from sbpc.runtime.module_weights import Call, ModuleWeights, Unplanned
 from sbpc.runtime.own_rows import OwnRows, check_rows_alike
 from sbpc.runtime.start import process_groups
@@ -39,7 +38,7 @@ from sbpc.runtime.state.dtensors import of_rank_zero, refuse_parts, sharded, tak
 from sbpc.runtime.state.members import members_of
 from sbpc.runtime.state.whole import RANDOM, RUNNERS, WEIGHTS, skeleton
 from sbpc.runtime.step import Runner
-from sbpc.runtime.step_function import Apart
+from sbpc.runtime.step_function import STEP, Apart, joint_step
 
 log = logging.getLogger("sbpc")
 IDLE = (

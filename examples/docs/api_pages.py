@@ -15,8 +15,8 @@ import sbpc
 from sbpc import errors
 from sbpc.cli.main import parser
 from sbpc.runtime.accumulate import NO_SYNC, ZERO_GRAD
-from sbpc.runtime.joint_step import STEP
 from sbpc.runtime.state.members import CLIP
+from sbpc.runtime.step_function import STEP
 
 PAGES = {
     "planning": ("Planning", ["plan", "baseline", "sweep", "Plan"]),

@@ -87,17 +87,27 @@ def factors(bags: Bags, given: dict[str, Any]) -> Any:
     return kept if weights is None else write.call(aten.mul.Tensor, weights, kept)
 
 
+def times(write: Writer, rows: Any, factor: Any) -> Any:
+    """Writes each row times its factor, None for all 1."""
+    if factor is None:
+        return rows
+    return write.call(aten.mul.Tensor, rows, write.call(aten.unsqueeze.default, factor, -1))
+
+
+def may_be_written(given: dict[str, Any]) -> bool:
+    """Returns whether a call adds rows up, or takes their mean, and nothing else."""
+    return given["mode"] in (SUM, MEAN) and not given["sparse"] and not given["scale_grad_by_freq"]
+
+
 def forward(write: Writer, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
     """Writes the op. What it gives besides is kept for the backward: numbers of bags and how many indices count."""
     given = write.arguments(args, kwargs)
-    if given["mode"] not in (SUM, MEAN) or given["sparse"] or given["scale_grad_by_freq"]:
+    if not may_be_written(given):
         return None
     table, result = given["weight"], write.about.meta["val"][0]
     bags = bags_of(write, table.meta["val"], given)
     factor = factors(bags, given)
-    rows = bags.cast(write.call(aten.embedding.default, table, bags.indices), bags.dtype)
-    if factor is not None:
-        rows = write.call(aten.mul.Tensor, rows, write.call(aten.unsqueeze.default, factor, -1))
+    rows = times(write, bags.cast(write.call(aten.embedding.default, table, bags.indices), bags.dtype), factor)
     total, count = bags.sums(rows, result.shape[0]), None
     if given["mode"] == MEAN:
         if factor is None:
@@ -112,17 +122,14 @@ def forward(write: Writer, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
 def backward(write: Writer, *args: Any, **kwargs: Any) -> Node | None:
     """Writes the gradient of the table."""
     given = write.arguments(args, kwargs)
-    if given["mode"] not in (SUM, MEAN) or given["sparse"] or given["scale_grad_by_freq"]:
+    if not may_be_written(given):
         return None
     gradient = given["grad"]
     bags = bags_of(write, gradient.meta["val"], given, given["offset2bag"], given["bag_size"])
     gradient = bags.cast(gradient, bags.dtype)
     if given["mode"] == MEAN:
         gradient = write.call(aten.div.Tensor, gradient, write.call(aten.unsqueeze.default, bags.count, 1))
-    rows = bags.rows(gradient)
-    weights = factors(bags, given | {"padding_idx": -1})
-    if weights is not None:
-        rows = write.call(aten.mul.Tensor, rows, write.call(aten.unsqueeze.default, weights, -1))
+    rows = times(write, bags.rows(gradient), factors(bags, given | {"padding_idx": -1}))
     size, padding = given["num_weights"], given["padding_idx"]
     found = write.call(aten.embedding_dense_backward.default, rows, bags.indices, size, padding, False)
     return bags.cast(found, write.value.dtype)

@@ -29,6 +29,7 @@ from sbpc.graph.guards import GUARDS, LOSS, Planned
 from sbpc.graph.loss import named_loss
 from sbpc.graph.ports import Port, Ports
 from sbpc.graph.pytree import flatten, paths, unflatten
+from sbpc.graph.rewrite import drop_unused
 from sbpc.passes.capture.attributes import Attributes
 from sbpc.passes.capture.contents import First
 
@@ -236,9 +237,7 @@ def finish(
     """Returns the module of a traced graph: without dead nodes, with ports in its meta and `values` as its `val`."""
     end = graph.output(tuple(node for _, node in outputs))
     end.meta = {"module": "", "stack_trace": "", "phase": "backward" if train else "forward"}
-    for node in reversed(graph.nodes):
-        if node.op in ("call_function", "get_attr") and not node.users:
-            graph.erase_node(node)
+    drop_unused(graph)
     known: dict[Any, Tensor] = {}
     for node in graph.nodes:
         if node is not end:

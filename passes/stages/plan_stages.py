@@ -1,116 +1,32 @@
-"""Plans a step with pipeline stages: one solve for the body of the loop, cut into chunks."""
+"""Writes the chunks of a loop: its body cut, with the layouts of one plan of it, and in which order they run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from math import inf
-from typing import NamedTuple
 
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from sbpc.errors import MemoryLimitError, PlanError, lacking
-from sbpc.graph.operands import operands, value_of
-from sbpc.graph.ports import GRADIENT, ONCE, PARAMETER, Port, placeholders, results
+from sbpc.graph.operands import value_of
+from sbpc.graph.ports import GRADIENT, PARAMETER, Port, placeholders, results
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import B, Partial, Split, State
-from sbpc.passes.loop.body import loop_of
-from sbpc.passes.loop.micro_batches import batch_of
 from sbpc.passes.stages.balance import cuts_at, cuts_of, names_of, places_of
 from sbpc.passes.stages.cut import StageGraph, cut
-from sbpc.passes.stages.zero import Build, within_levels
 from sbpc.plans.chunk import Assignment, Chunk
 from sbpc.plans.options import Options
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.part_memory import bytes_at
-from sbpc.plans.staged.schedules import BREADTH_FIRST, FORWARD, INPUTS, USUAL, WEIGHTS, actions_of, chunks_in
+from sbpc.plans.staged.schedules import BREADTH_FIRST, FORWARD, INPUTS, WEIGHTS, chunks_in
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE
-from sbpc.plans.staged.stages_bound import stages_bound
 from sbpc.rules.choices import Candidates, Choice, of_stored
 
 Made = Callable[..., Chunk]  # of a piece, its layouts, and what its ports stand for
-Solve = Callable[[GraphModule, Mesh], Sequence[Plan]]
-Spare = Callable[[GraphModule, Mesh], Sequence[Assignment]]
-Search = Callable[[Plan], Callable[[float], Plan]]
-Parts = Callable[[Plan], Plan | None]  # the body of a loop with its calls in parts, None where that gains nothing
-TRIES, LESS = 5, 0.98  # limits of the body under which it is planned; each is so much below what the last plan suggests
 CHUNKS = 4, 8  # of a loop that goes breadth-first
 GAIN = 2e-2  # the part of a step that chunks, or parts of calls, are to save
-ENOUGH = 1e-2  # fraction by which a plan under a limit may be slower than one without before layouts are searched
-
-
-class Draft(NamedTuple):
-    """A plan of the step, that of its body, and what makes the first from other layouts of the second."""
-
-    plan: Plan
-    body: Plan
-    build: Build
-
-
-def staged(
-    gm: GraphModule,
-    mesh: Mesh,
-    options: Options,
-    solve: Solve,
-    spare: Spare,
-    search: Search,
-    made: Made,
-    parts: Sequence[Parts] = (),
-    experts: Spare = lambda body, inner: (),
-) -> Plan:
-    """Returns the plan of an annotated step with stages along an axis, with one stage where `options` name none.
-
-    solve: plans the body on the mesh of a stage; of several plans the one whose step is shortest is taken. spare: lays
-    it out in other ways that may take fewer bytes. search: what plans it under limits of bytes, from the plan without.
-    made: makes a chunk there. parts: ways to write the body, in halves, in panels; what makes the step shorter is
-    taken. experts: layouts of the body that the step is to be no slower with. Raises PlanError if the model cannot be
-    cut so, MemoryLimitError if no plan fits.
-    """
-    axis, schedule, count = options.stages, options.schedule or USUAL, options.microbatches
-    may_change, options = options.schedule is None, replace(options, schedule=schedule)
-    assert count is not None
-    stages = 1 if axis is None else mesh.sizes[mesh.axis(axis)]
-    batch_of(gm, count)
-    actions_of(schedule, stages, count)  # raises where the schedule cannot have so many micro-batches, before hard work
-    loop, inner = loop_of(gm, count), mesh.without(axis)
-    loop.body.meta[ONCE] = dict.fromkeys((PARAMETER, GRADIENT), 1 / count)
-
-    def draft(whole: Plan, free: Plan | None = None) -> Draft:
-        pieces = pieces_of(whole, stages * chunks_in(schedule), options)
-        times = count / stages  # of the mean stage: no layouts take less in all
-        # while a stage communicates, others may compute faster
-        alone = 1.0 if whole.serial_bound else min(mesh.cluster.sharing, stages)
-        bounds = times * (whole.serial_bound or whole.lower_bound), times * whole.lower_bound / alone
-        serial_bound, bound = bounds if free is None else (free.serial_bound, free.lower_bound)
-
-        def build(assignment: Assignment, in_loop: frozenset[Port]) -> Plan:
-            body = whole.with_layouts(assignment)
-            chunks = chunks_of(body, pieces, made)
-            return Plan(mesh, chunks, options, bound, loop, in_loop, serial_bound, body)
-
-        first = build(whole.assignment, frozenset())
-        if free is None:
-            first.lower_bound = bound = max(bound, stages_bound(first, whole.problem.least))
-        return Draft(first, whole, build)
-
-    free = min(map(draft, solve(loop.body, inner)), key=lambda each: each.plan.cost.seconds)
-    if (1 - GAIN) * free.plan.cost.seconds > free.plan.cost.compute_seconds:
-        known = (draft(free.body.with_layouts(each), free.plan) for each in experts(loop.body, inner))
-        free = min([free, *known], key=lambda each: each.plan.cost.seconds)
-    memory = options.memory
-    plan = free.plan
-    if memory is not None and plan.memory["total"] > memory:
-        plan = within_memory(
-            free, memory, lambda: spare(loop.body, inner), search, lambda whole: draft(whole, free.plan)
-        )
-    for write in parts:
-        body = write(plan)
-        plan = plan if body is None else better(plan, rewritten(plan, body, schedule, made))
-    if stages > 1:
-        return with_cuts(plan)
-    return breadth_first(plan, made) if may_change else plan
 
 
 def with_cuts(plan: Plan) -> Plan:
@@ -177,46 +93,6 @@ def better(plan: Plan, tried: Plan) -> Plan:
     return tried if gains else plan
 
 
-def within_memory(
-    free: Draft,
-    memory: float,
-    spare: Callable[[], Sequence[Assignment]],
-    search: Search,
-    draft: Callable[[Plan], Draft],
-) -> Plan:
-    """Returns a plan that fits into `memory` bytes on each rank.
-
-    Layouts that spare bytes are tried, and those of the plan without a limit, with parameters cut and gathered
-    (`sbpc.passes.stages.zero`). If none of these is almost as fast as the plan without a limit, the body is planned
-    under a limit, too, and under lower ones, at most TRIES in all, until the busiest stage fits. Raises
-    MemoryLimitError.
-    """
-    plan, whole, _ = free
-    plans = list[Plan]()
-
-    def add(each: Draft) -> None:
-        seconds = [known.cost.seconds for known in plans if known.memory["total"] <= memory]
-        plans.append(within_levels(each.plan, each.body, memory, each.build, min(seconds, default=inf)))
-
-    for assignment in spare():
-        add(draft(whole.with_layouts(assignment)))
-    add(free)
-    if any(each.memory["total"] <= memory and each.cost.seconds <= (1 + ENOUGH) * plan.cost.seconds for each in plans):
-        return fastest(plans, memory)
-    total, limited = plan.memory["total"], search(whole)
-    for _ in range(TRIES):
-        try:
-            tried = draft(limited(LESS * whole.memory["total"] * memory / total))
-        except MemoryLimitError:
-            break
-        add(tried)
-        whole = tried.body
-        total = plans[-1].memory["total"]
-        if min(plan.memory["total"] for plan in plans) <= memory:
-            break
-    return fastest(plans, memory)
-
-
 def fastest(plans: Sequence[Plan], memory: float) -> Plan:
     """Returns the fastest of the plans that fit into `memory` bytes. Raises MemoryLimitError if none does."""
     fitting = [plan for plan in plans if plan.memory["total"] <= memory]
@@ -278,17 +154,9 @@ def left(whole: Plan, piece: StageGraph, borders: Mapping[str, Layout], port: Po
 def border(whole: Plan, node: Node) -> Layout:
     """Returns the layout in which a value crosses: of those in which it is made or read the one of the fewest bytes
     a rank, or whole."""
-    producer, index = value_of(node)
-    axes, choices = whole.mesh.axes, whole.assignment.choices
-    layouts = [choices[producer.name].output(index, axes)]
-    for user in node.users:
-        if user.op == "call_function" and user.name in choices:
-            layouts += [
-                choices[user.name].input(slot, axes) for slot, used in enumerate(operands(user)) if used is node
-            ]
-    layouts += (
-        [whole.assignment.aliases[producer.name, index]] if (producer.name, index) in whole.assignment.aliases else []
-    )
+    axes, known, (producer, index) = whole.mesh.axes, whole.assignment, value_of(node)
+    layouts = [known.made(node, axes), *known.read(node, axes)]
+    layouts += [layout] if (layout := known.aliases.get((producer.name, index))) is not None else []
     kept = [layout for layout in dict.fromkeys(layouts) if not layout.partial and may_hold(layout, node, whole.mesh)]
     if not kept:  # a partial sum wherever it is made or read: it is added up on its way
         kept = [layout for each in layouts for layout in added_up(each, node) if may_hold(layout, node, whole.mesh)]

@@ -27,7 +27,7 @@ import numpy as np
 from torch.fx import GraphModule, Node
 
 from sbpc.boxing.paths import seconds
-from sbpc.graph.operands import operands, outputs_of, shape_of, value_of
+from sbpc.graph.operands import outputs_of, shape_of, value_of
 from sbpc.graph.ports import GRADIENT, PARAMETER, Port, placeholders, results
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
@@ -172,9 +172,7 @@ class Zero:
         ours = {node for group in self.groups for node in group.nodes}
         layouts = {name: choice.output(0, mesh.axes) for name, choice in self.plan.assignment.choices.items()}
         names = {node: [node.name] for node in ours} | {
-            node: [port.name, *(name for name, first in self.plan.ports.tied.items() if first == port.name)]
-            for port, node in placeholders(gm).items()
-            if port.kind == PARAMETER
+            node: self.plan.ports.names_of(port.name) for port, node in placeholders(gm, PARAMETER).items()
         }
         patterns = list(self.plan.options.pin)
         may_move = {node for node in ours if not any(fnmatch.filter(names[node], pattern) for pattern in patterns)}
@@ -204,13 +202,11 @@ class Zero:
         axes, copies = mesh.axes, self.plan.options.copies
         total = 0
         for node in self.groups[number].nodes:
-            home = assignment.choices[node.name].output(0, axes)
-            wanted = self.wanted(assignment, node)
+            home, wanted = assignment.made(node, axes), self.wanted(assignment, node)
             total += bytes_at(node.meta["val"], home, mesh) * (1 + copies) if node.op == "placeholder" else 0
             total += sum(bytes_at(node.meta["val"], layout, mesh) for layout in wanted) if level < 3 else 0
         for node in self.gradients[number]:
-            producer, index = value_of(node)
-            made = assignment.choices[producer.name].output(index, axes)
+            made = assignment.made(node, axes)
             left = next(iter(self.wanted(assignment, node)), made)
             total += bytes_at(node.meta["val"], left if level >= 2 else made, mesh)
         return total
@@ -236,17 +232,10 @@ class Zero:
 
     def wanted(self, assignment: Assignment, node: Node) -> list[Layout]:
         """Returns the other layouts in which a value is read or left."""
-        producer, index = value_of(node)
-        axes, choices = self.plan.mesh.axes, assignment.choices
-        outputs = [assignment.outputs[at] for at in self.places.get(node, ())]
-        found = [layout for layout in outputs if layout is not None]
-        for user in node.users:
-            if user.name in choices:
-                found += [
-                    choices[user.name].input(slot, axes) for slot, used in enumerate(operands(user)) if used is node
-                ]
-        made = choices[producer.name].output(index, axes)
-        return [layout for layout in dict.fromkeys(found) if layout != made]
+        axes = self.plan.mesh.axes
+        left = [assignment.outputs[at] for at in self.places.get(node, ())]
+        found = dict.fromkeys([*left, *assignment.read(node, axes)])
+        return [layout for layout in found if layout not in (None, assignment.made(node, axes))]
 
     def boxing(self, assignment: Assignment, node: Node) -> float:
         """Returns the seconds in which a value is boxed to all layouts in which it is read or left."""
@@ -254,10 +243,7 @@ class Zero:
         if not wanted:
             return 0.0
         producer, index = value_of(node)
-        made, alias = (
-            assignment.choices[producer.name].output(index, self.plan.mesh.axes),
-            assignment.aliases[producer.name, index],
-        )
+        made, alias = assignment.made(node, self.plan.mesh.axes), assignment.aliases[producer.name, index]
         about = (*shape_of(producer, index), self.plan.mesh)
         return seconds(made, alias, *about) + sum(seconds(alias, layout, *about) for layout in wanted)
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from sbpc._compat import StridedShard
 from sbpc.errors import CheckpointError
-from sbpc.mesh.layout import Layout, broadcast
-from sbpc.mesh.states import Split, chunk_sizes
+from sbpc.mesh.layout import Layout, broadcast, chunk
+from sbpc.mesh.states import Split
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,9 @@ def block_of(tensor: Tensor) -> TensorBlock:
     coordinates = tensor.device_mesh.get_coordinate()
     if coordinates is None:
         raise CheckpointError("a tensor lies on a mesh without this rank\n  Save the tensors of one mesh on its ranks.")
-    start, shape = [0] * tensor.dim(), [int(size) for size in tensor.shape]
+    start = [0] * tensor.dim()
     for dim, axes in layout.cuts.items():
-        for axis in axes:
-            lengths = chunk_sizes(shape[dim], sizes[axis])
-            start[dim] += sum(lengths[: coordinates[axis]])
-            shape[dim] = lengths[coordinates[axis]]
+        start[dim], _ = chunk(tensor.shape[dim], axes, sizes, coordinates)
     return TensorBlock(tensor.to_local().detach(), tuple(tensor.shape), tuple(start))
 
 

@@ -65,18 +65,7 @@ def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
     check_kinds(
         **{each.name: (getattr(known, each.name), *kinds) for each in KEYWORDS if (kinds := each.metadata["kinds"])}
     )
-    layouts = [(f"pin {name!r}", layout) for name, layout in (known.pin or {}).items()]
-    layouts += [
-        (kind, layout)
-        for kind in ("inputs", "outputs")
-        for layout in (() if isinstance(getattr(known, kind), str) else getattr(known, kind) or ())
-        if layout is not None
-    ]
-    for name, layout in layouts:
-        if not isinstance(layout, (str, Layout)):
-            raise PinError(
-                f"{name}: {shown(layout)} is no layout\n  A layout is a text such as 'S(0)@data', or a sbpc.Layout."
-            )
+    check_layouts(known)
     for name in ("microbatches", "panels", "slices"):
         count = getattr(known, name)
         if count is not None and (not is_number(count, Integral) or count < 1):
@@ -107,6 +96,19 @@ def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
     if mesh is not None and options.stages is not None:
         check_staged(mesh, options)
     return options
+
+
+def check_layouts(known: Any) -> None:
+    """Raises PinError for pins, inputs and outputs that are no layouts."""
+    layouts = [(f"pin {name!r}", layout) for name, layout in (known.pin or {}).items()]
+    for kind in ("inputs", "outputs"):
+        given = getattr(known, kind) or ()
+        layouts += [(kind, layout) for layout in ([] if isinstance(given, str) else given) if layout is not None]
+    for name, layout in layouts:
+        if not isinstance(layout, (str, Layout)):
+            raise PinError(
+                f"{name}: {shown(layout)} is no layout\n  A layout is a text such as 'S(0)@data', or a sbpc.Layout."
+            )
 
 
 def check_rows(mesh: Mesh | None, options: Options) -> None:

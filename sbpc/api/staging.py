@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
 from torch.fx import GraphModule
 
@@ -14,7 +15,7 @@ from sbpc.api.checks import values_pinned
 from sbpc.api.recompute import forms_of
 from sbpc.errors import LayoutError, MemoryLimitError, PinError, PlanError, least_of
 from sbpc.graph.no_gc import uncollected
-from sbpc.graph.ports import GRADIENT, ONCE, PARAMETER
+from sbpc.graph.ports import GRADIENT, ONCE, PARAMETER, Port
 from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import both
@@ -22,22 +23,36 @@ from sbpc.mesh.states import Axes
 from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Wishes, expert_alternatives, sharing, wishes
-from sbpc.passes.loop.micro_batches import in_halves
+from sbpc.passes.loop.body import loop_of
+from sbpc.passes.loop.micro_batches import batch_of, in_halves
 from sbpc.passes.loop.recompute import blocks_of
 from sbpc.passes.panels.choice import faster_in_panels
 from sbpc.passes.pipeline import Stages, few_calls, finish, make_chunk, make_plan, searched
 from sbpc.passes.schedule.choice import Overlap, Weights, bare_seconds, heaviest, overlapped, streams_of, weighted
 from sbpc.passes.stages.balance import between_blocks, blocks_at, places_of
 from sbpc.passes.stages.cut import cut
-from sbpc.passes.stages.plan_stages import chunks_of, staged
-from sbpc.passes.stages.zero import Zero, groups_of
+from sbpc.passes.stages.plan_stages import (
+    GAIN,
+    better,
+    breadth_first,
+    chunks_of,
+    fastest,
+    pieces_of,
+    rewritten,
+    with_cuts,
+)
+from sbpc.passes.stages.zero import Build, Zero, groups_of, within_levels
 from sbpc.plans.chunk import Assignment
 from sbpc.plans.options import AUTO, FULL, NONE, SECONDS, SELECTIVE, SERIAL, Options
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.loop_formula import check_names
+from sbpc.plans.staged.schedules import USUAL, actions_of, chunks_in
+from sbpc.plans.staged.stages_bound import stages_bound
 
 EXPOSED = 5e-2  # the part of a step that is exposed where parts of calls are tried
+TRIES, LESS = 5, 0.98  # limits of the body under which it is planned; each is so much below what the last plan suggests
+ENOUGH = 1e-2  # fraction by which a plan under a limit may be slower than one without before layouts are searched
 EXPERTS = "megatron+sp", "megatron", "data"  # the layouts of the first take fewest bytes
 
 
@@ -48,70 +63,203 @@ def plan_stages(gm: GraphModule, clocks: Stages, mesh: Mesh, asked: Options) -> 
     if asked.recompute == AUTO:
         forms = (NONE, SELECTIVE, FULL) if blocks_of(gm) else (NONE,)
         return least(forms, lambda form: plan_stages(gm, clocks, mesh, replace(asked, recompute=form)))
-    axis, baseline = asked.stages, asked.baseline
     if asked.dynamic is not None:
         asked = replace(asked, dynamic=check_names(gm, mesh, asked.dynamic))
     gm = clocks.with_sums(gm, asked)
-    asked = replace(asked, masters=bool(gm.meta["ports"].masters))
     if again := forms_of(gm, asked.recompute):
         gm = clocks.run("recompute", gm, again)
-    count = asked.microbatches or usual_count(gm, 1 if axis is None else mesh.sizes[mesh.axis(axis)])
-    asked = replace(asked, microbatches=count)
-    options = of_body(asked)
-
-    def solve(body: GraphModule, inner: Mesh) -> list[Plan]:
-        plan = serial(body, inner)
-        return beside(plan, wishes(body, inner, options)) if asked.overlaps else [plan]
-
-    def serial(body: GraphModule, inner: Mesh, **other: Any) -> Plan:
-        changed = replace(options, **other)
-        wished = wishes(body, inner, changed)
-        experts = None if baseline else partial(expert_alternatives, body, inner, wished.nodes)
-        plan = finish(body, inner, wished, changed, clocks, experts)
-        plan.again = partial(serial, body, inner)
-        return plan
-
-    def as_experts(names: Sequence[str], body: GraphModule, inner: Mesh) -> list[Assignment]:
-        found = []
-        for name in names if baseline is None else ():
-            with suppress(LayoutError, PinError, PlanError):  # it does not fit the model, or not beside the pins
-                wished = wishes(body, inner, replace(options, baseline=name))
-                found.append(finish(body, inner, wished, options, clocks, exact=False).assignment)
-        return found
-
-    def experts(body: GraphModule, inner: Mesh) -> list[Assignment]:
-        alone = not asked.overlaps or inner.cluster.name == "ideal"  # there layouts that send least are as good as any
-        return [] if alone else as_experts(EXPERTS if len(inner.axes) > 1 else EXPERTS[-1:], body, inner)
-
-    def in_two(plan: Plan) -> Plan | None:
-        body = alive(plan)
-        if body is None or values_pinned(body.annotated, asked.pin):
-            return None
-        try:
-            asked_of = wishes(body.annotated, body.mesh, options)
-            return settled(body, in_halves(body, asked_of, replace(body.options, microbatches=2), of_body_graph))
-        except (PlanError, PinError, LayoutError):  # the micro-batch cannot be halved, or not beside the pins
-            return None
-
-    def panelled(plan: Plan) -> Plan | None:
-        body = alive(plan)
-        cut = body if body is None else faster_in_panels(body, 0.0, of_body_graph)
-        return None if cut is body or cut is None or body is None else settled(body, cut)
-
-    def of_body_graph(gm: GraphModule, assignment: Assignment) -> Plan:
-        return make_plan(gm, mesh.without(axis), assignment, 0.0, options, clocks)
-
-    spare = partial(as_experts, EXPERTS[:1])
-    made = partial(make_chunk, mesh.without(axis), clocks)
-    limits = partial(search, options=options, count=count, clocks=clocks)
+    count = asked.microbatches or usual_count(gm, stages_of(mesh, asked))
+    asked = replace(asked, masters=bool(gm.meta["ports"].masters), microbatches=count)
     with clocks.timed("stages"):
-        plan = staged(gm, mesh, asked, solve, spare, limits, made, (in_two, panelled), experts)
+        plan = LoopPlanner(gm, clocks, mesh, asked).planned()
     plan.times = clocks.times
     if clocks.dump is not None:
         assert plan.loop is not None
         clocks.passed("loop", plan.loop.body)
         clocks.show_plan(plan)
     return plan
+
+
+class Draft(NamedTuple):
+    """A plan of the step, that of its body, and what makes the first from other layouts of the second."""
+
+    plan: Plan
+    body: Plan
+    build: Build
+
+
+class LoopPlanner:
+    """Plans an annotated step as a loop over micro-batches, with stages along an axis where `asked` names one.
+
+    inner: the mesh of a stage. body: the graph that a micro-batch runs. options: those of its plan. made: makes a
+    chunk. Raises PlanError if there cannot be so many micro-batches, LoopError if the step is no loop.
+    """
+
+    def __init__(self, gm: GraphModule, clocks: Stages, mesh: Mesh, asked: Options) -> None:
+        count, self.schedule, self.may_change = asked.microbatches, asked.schedule or USUAL, asked.schedule is None
+        assert count is not None
+        self.clocks, self.mesh, self.inner = clocks, mesh, mesh.without(asked.stages)
+        self.stages, self.options = stages_of(mesh, asked), of_body(asked)
+        self.asked = replace(asked, schedule=self.schedule)
+        batch_of(gm, count)
+        actions_of(self.schedule, self.stages, count)  # raises where it cannot have so many, before hard work
+        self.loop = loop_of(gm, count)
+        self.body = self.loop.body
+        self.body.meta[ONCE] = dict.fromkeys((PARAMETER, GRADIENT), 1 / count)
+        self.made = partial(make_chunk, self.inner, clocks)
+
+    def planned(self) -> Plan:
+        """Returns the plan of the step. Raises PlanError if the model cannot be cut so, MemoryLimitError if no plan
+        fits.
+
+        Of several plans of the body the one whose step is shortest is taken. It is to be no slower than with layouts
+        of experts. The body in halves, or in panels, is taken where that makes the step shorter.
+        """
+        free, memory = min(map(self.draft, self.solved()), key=seconds), self.asked.memory
+        if (1 - GAIN) * seconds(free) > free.plan.cost.compute_seconds:
+            known = (self.draft(free.body.with_layouts(each), free.plan) for each in self.experts())
+            free = min([free, *known], key=seconds)
+        plan = free.plan
+        if memory is not None and plan.memory["total"] > memory:
+            plan = self.within_memory(free, memory)
+        for write in (self.in_two, self.panelled):
+            body = write(plan)
+            plan = plan if body is None else better(plan, rewritten(plan, body, self.schedule, self.made))
+        if self.stages > 1:
+            return with_cuts(plan)
+        return breadth_first(plan, self.made) if self.may_change else plan
+
+    def draft(self, whole: Plan, free: Plan | None = None) -> Draft:
+        """Returns a plan of the step with the body in the layouts of a plan of it. free: a plan whose bounds it has."""
+        pieces = pieces_of(whole, self.stages * chunks_in(self.schedule), self.asked)
+        times = self.loop.count / self.stages  # of the mean stage: no layouts take less in all
+        # while a stage communicates, others may compute faster
+        alone = 1.0 if whole.serial_bound else min(self.mesh.cluster.sharing, self.stages)
+        bounds = times * (whole.serial_bound or whole.lower_bound), times * whole.lower_bound / alone
+        serial_bound, bound = bounds if free is None else (free.serial_bound, free.lower_bound)
+
+        def build(assignment: Assignment, in_loop: frozenset[Port]) -> Plan:
+            body = whole.with_layouts(assignment)
+            chunks = chunks_of(body, pieces, self.made)
+            return Plan(self.mesh, chunks, self.asked, bound, self.loop, in_loop, serial_bound, body)
+
+        first = build(whole.assignment, frozenset())
+        if free is None:
+            first.lower_bound = bound = max(bound, stages_bound(first, whole.problem.least))
+        return Draft(first, whole, build)
+
+    # --- plans and layouts of the body --------------------------------------------------------------------------------
+    def solved(self) -> list[Plan]:
+        """Returns the best plan of the body, and where collectives run beside computing one at other weights."""
+        plan = self.serial()
+        return beside(plan, wishes(self.body, self.inner, self.options)) if self.asked.overlaps else [plan]
+
+    def serial(self, **other: Any) -> Plan:
+        """Returns the best plan of the body where nothing overlaps. other: options that are others."""
+        changed = replace(self.options, **other)
+        wished = wishes(self.body, self.inner, changed)
+        experts = None
+        if self.asked.baseline is None:
+            experts = partial(expert_alternatives, self.body, self.inner, wished.nodes)
+        plan = finish(self.body, self.inner, wished, changed, self.clocks, experts)
+        plan.again = self.serial
+        return plan
+
+    def as_experts(self, names: Sequence[str]) -> list[Assignment]:
+        """Returns the layouts of some experts, as far as they fit the model and the pins."""
+        found = []
+        for name in names if self.asked.baseline is None else ():
+            with suppress(LayoutError, PinError, PlanError):
+                wished = wishes(self.body, self.inner, replace(self.options, baseline=name))
+                found.append(finish(self.body, self.inner, wished, self.options, self.clocks, exact=False).assignment)
+        return found
+
+    def experts(self) -> list[Assignment]:
+        """Returns the layouts that the step is to be no slower with."""
+        # on the ideal cluster layouts that send least are as good as any
+        alone = not self.asked.overlaps or self.inner.cluster.name == "ideal"
+        return [] if alone else self.as_experts(EXPERTS if len(self.inner.axes) > 1 else EXPERTS[-1:])
+
+    # --- the body in parts --------------------------------------------------------------------------------------------
+    def in_two(self, plan: Plan) -> Plan | None:
+        """Returns the plan of the body in two halves; None if that gains nothing or cannot be."""
+        body = alive(plan)
+        if body is None or values_pinned(body.annotated, self.asked.pin):
+            return None
+        try:
+            wished = wishes(body.annotated, body.mesh, self.options)
+            return settled(body, in_halves(body, wished, replace(body.options, microbatches=2), self.plan_of))
+        except (PlanError, PinError, LayoutError):  # the micro-batch cannot be halved, or not beside the pins
+            return None
+
+    def panelled(self, plan: Plan) -> Plan | None:
+        """Returns the plan of the body in panels; None if that gains nothing."""
+        body = alive(plan)
+        if body is None:
+            return None
+        cut = faster_in_panels(body, 0.0, self.plan_of)
+        return None if cut is body else settled(body, cut)
+
+    def plan_of(self, gm: GraphModule, assignment: Assignment) -> Plan:
+        """Returns the plan of a graph that does what the body does."""
+        return make_plan(gm, self.inner, assignment, 0.0, self.options, self.clocks)
+
+    # --- under a limit of bytes ---------------------------------------------------------------------------------------
+    def within_memory(self, free: Draft, memory: float) -> Plan:
+        """Returns a plan that fits into `memory` bytes on each rank.
+
+        Layouts that spare bytes are tried, and those of the plan without a limit, with parameters cut and gathered
+        (`sbpc.passes.stages.zero`). If none of these is almost as fast as the plan without a limit, the body is planned
+        under a limit, too, and under lower ones, at most TRIES in all, until the busiest stage fits. Raises
+        MemoryLimitError.
+        """
+        plan, whole, _ = free
+        plans = list[Plan]()
+
+        def add(each: Draft) -> None:
+            known = [plan.cost.seconds for plan in plans if plan.memory["total"] <= memory]
+            plans.append(within_levels(each.plan, each.body, memory, each.build, min(known, default=inf)))
+
+        for assignment in self.as_experts(EXPERTS[:1]):
+            add(self.draft(whole.with_layouts(assignment), plan))
+        add(free)
+        enough = (1 + ENOUGH) * plan.cost.seconds
+        if any(each.memory["total"] <= memory and each.cost.seconds <= enough for each in plans):
+            return fastest(plans, memory)
+        total, limited = plan.memory["total"], self.limited(whole)
+        for _ in range(TRIES):
+            try:
+                tried = self.draft(limited(LESS * whole.memory["total"] * memory / total), plan)
+            except MemoryLimitError:
+                break
+            add(tried)
+            whole = tried.body
+            total = plans[-1].memory["total"]
+            if min(each.memory["total"] for each in plans) <= memory:
+                break
+        return fastest(plans, memory)
+
+    def limited(self, whole: Plan) -> Callable[[float], Plan]:
+        """Returns what plans the body under limits of bytes, one after the other, and as if parameters were boxed in
+        every micro-batch.
+
+        whole: the plan of the body without a limit.
+        """
+        body, free = rebuild(whole.annotated), replace(whole, lower_bound=whole.serial_bound or whole.lower_bound)
+        body.meta[ONCE] = {GRADIENT: 1 / self.loop.count}
+        found = searched(body, free, wishes(body, free.mesh, self.options), self.clocks)
+
+        def planned(limit: float) -> Plan:
+            with self.clocks.timed("assign"):
+                found.run(free, limit)
+                return found.finished()
+
+        return planned
+
+
+def seconds(draft: Draft) -> float:
+    """Returns the seconds of a step."""
+    return draft.plan.cost.seconds
 
 
 def alive(plan: Plan) -> Plan | None:
@@ -155,24 +303,6 @@ def of_body(asked: Options) -> Options:
         outputs=None,
         guards={},
     )
-
-
-def search(whole: Plan, options: Options, count: int, clocks: Stages) -> Callable[[float], Plan]:
-    """Returns what plans a body under limits of bytes, one after the other, and as if parameters were boxed in every
-    micro-batch.
-
-    whole: the plan of the body without a limit.
-    """
-    body, free = rebuild(whole.annotated), replace(whole, lower_bound=whole.serial_bound or whole.lower_bound)
-    body.meta[ONCE] = {GRADIENT: 1 / count}
-    found = searched(body, free, wishes(body, free.mesh, options), clocks)
-
-    def limited(limit: float) -> Plan:
-        with clocks.timed("assign"):
-            found.run(free, limit)
-            return found.finished()
-
-    return limited
 
 
 def beside(plan: Plan, asked: Wishes) -> list[Plan]:
@@ -252,6 +382,11 @@ def least(forms: Sequence[str], planned: Callable[[str], Plan]) -> Plan:
         except MemoryLimitError as error:
             errors.append(error)
     raise least_of(errors)
+
+
+def stages_of(mesh: Mesh, asked: Options) -> int:
+    """Returns the number of stages that are asked for."""
+    return 1 if asked.stages is None else mesh.sizes[mesh.axis(asked.stages)]
 
 
 def usual_count(gm: GraphModule, stages: int) -> int:

@@ -162,6 +162,10 @@ class Site:
         assert isinstance(state, Partial)
         return state.by
 
+    def own(self, chunk: Local) -> Local:
+        """A rank's chunk without its padding."""
+        return chunk.slice(self.cut.dim, 0, self.after[self.cut.dim])
+
 
 def all_gather(x: Local, site: Site) -> Local:
     """Gather the padded chunks on dim 0, then lay them along the dim that was cut."""
@@ -179,30 +183,28 @@ def all_reduce(x: Local, site: Site) -> Local:
 
 def all_to_all(x: Local, site: Site) -> Local:
     """Send to each rank its chunk of one dim, and lay the chunks of the other dim that come together."""
-    left, cut = site.left, site.cut
-    pieces, ranks = divide(x.pad(left.dim, left.chunks[0]), cut), math.prod(cut.lengths)
-    block = put(pieces.shape, 0, pieces.shape[0] // ranks)
-    return join(sent(pieces, ranks, site), block, left).slice(cut.dim, 0, site.after[cut.dim])
+    left = site.left
+    pieces, ranks, block = divided(x.pad(left.dim, left.chunks[0]), site)
+    return site.own(join(sent(pieces, ranks, site), block, left))
 
 
 def reduce_scatter(x: Local, site: Site) -> Local:
     """Reduce the padded chunks, each to its rank."""
-    cut = site.cut
-    pieces = divide(x, cut)
-    ranks = math.prod(cut.lengths)
-    block = put(pieces.shape, 0, pieces.shape[0] // ranks)
-    mine = pieces.collective(c10d.reduce_scatter_tensor.default, block, site.reduction, ranks, site.group)
-    return mine.slice(cut.dim, 0, site.after[cut.dim])
+    pieces, ranks, block = divided(x, site)
+    return site.own(pieces.collective(c10d.reduce_scatter_tensor.default, block, site.reduction, ranks, site.group))
 
 
 def exchange(x: Local, site: Site) -> Local:
     """Send to each rank its chunk as it is, and add up in float32 the chunks that come together: rounded once."""
-    cut = site.cut
-    pieces = divide(x, cut)
-    ranks = math.prod(cut.lengths)
-    block = put(pieces.shape, 0, pieces.shape[0] // ranks)
+    pieces, ranks, block = divided(x, site)
     total = sent(pieces, ranks, site).view((ranks, *block)).then(aten.sum.dim_IntList, block, [0], dtype=torch.float32)
-    return total.then(aten._to_copy.default, block, dtype=site.dtype).slice(cut.dim, 0, site.after[cut.dim])
+    return site.own(total.then(aten._to_copy.default, block, dtype=site.dtype))
+
+
+def divided(x: Local, site: Site) -> tuple[Local, int, Shape]:
+    """The chunks that the ranks of a group get, as `divide` lays them, how many these are, and the shape of one."""
+    pieces, ranks = divide(x, site.cut), math.prod(site.cut.lengths)
+    return pieces, ranks, put(pieces.shape, 0, pieces.shape[0] // ranks)
 
 
 def sent(pieces: Local, ranks: int, site: Site) -> Local:
@@ -216,14 +218,10 @@ def sent(pieces: Local, ranks: int, site: Site) -> Local:
 
 def exchange_in(kind: str, x: Local, site: Site) -> Local:
     """Send to each rank its chunk in 8 bits, and add up in float32 the chunks that come together."""
-    cut = site.cut
-    pieces, ranks = divide(x, cut), math.prod(cut.lengths)
-    block = put(pieces.shape, 0, pieces.shape[0] // ranks)
+    pieces, ranks, block = divided(x, site)
     packed = packed_in(kind, pieces, block)
-    total = (
-        unpacked(kind, sent(packed, ranks, site), block).view((ranks, *block)).then(aten.sum.dim_IntList, block, [0])
-    )
-    return total.slice(cut.dim, 0, site.after[cut.dim])
+    total = unpacked(kind, sent(packed, ranks, site), block).view((ranks, *block))
+    return site.own(total.then(aten.sum.dim_IntList, block, [0]))
 
 
 def gather_in(kind: str, x: Local, site: Site) -> Local:

@@ -60,6 +60,10 @@ class Ports:
     frozen: tuple[str, ...] = ()
     masters: dict[str, str] = field(default_factory=dict)
 
+    def names_of(self, first: str) -> list[str]:
+        """All names of a parameter or buffer, the first of them first."""
+        return [first, *(name for name, other in self.tied.items() if other == first)]
+
 
 def placeholders(gm: GraphModule, *kinds: str) -> dict[Port, Node]:
     """The placeholder of every port of a program, in order, or of those of some kinds; a rank's positions come last

@@ -17,14 +17,24 @@ from sbpc.graph.about import FLOAT32
 from sbpc.graph.operands import value_of
 from sbpc.inspect.explain import Alternative
 from sbpc.inspect.graph_rows import ValueRow, graph_rows
-from sbpc.inspect.model_map import MapRow, model_map
-from sbpc.inspect.page_charts import curves, memory, timeline
+from sbpc.inspect.model_map import model_map
+from sbpc.inspect.page_charts import curves, memory, schedule, timeline
 from sbpc.inspect.page_graph import TITLES, Folded, fold, origins
-from sbpc.inspect.page_stages import chunk_row, schedule, stage_memory
-from sbpc.inspect.picture import clean, hue_of, meaning, template
-from sbpc.inspect.report import boxings, chips_of, collective_of, collectives, least, numberless, spans
+from sbpc.inspect.picture import hue_of, meaning, states_in, template
+from sbpc.inspect.report import (
+    boxings,
+    bytes_of,
+    chips_of,
+    chunks_json,
+    collective_of,
+    collectives,
+    least,
+    numberless,
+    spans,
+)
 from sbpc.inspect.tables import quantity
 from sbpc.mesh.collectives import EIGHT_BITS
+from sbpc.plans.cost import Transfer
 from sbpc.plans.measure import transfer_of
 from sbpc.plans.options import BYTES, NONE
 from sbpc.plans.plan import Plan
@@ -51,21 +61,25 @@ def page_html(
     alternatives: by name of a parameter. losses: by name of a run, the loss of every step. measured: the events of a
     step that ran.
     """
-    about, mesh = about_plan(plan, alternatives, measured), plan.inner
+    about, mesh = about_plan(plan, measured), plan.inner
     titles = [*(["Losses"] if losses else []), *about["titles"]]
     page = {
-        "model": clean(plan.options.model),
+        "plan": plan,
+        "model": plan.options.model,
         "mesh": str(plan.mesh),
         "axes": list(zip(mesh.axes, mesh.sizes)),
         "asked": asked(plan),
-        "notes": [clean(note) for note in plan.notes],
-        "remarks": [clean(each) for each in plan.remarks],
+        "alternatives": alternatives,
         "ideal": mesh.cluster.name == "ideal",
         "cards": cards(plan),
         "losses": curves(losses) if losses else None,
         "traffic": traffic(plan),
         "links": list(links(plan)),
         "chip": hue_of,
+        "chips_of": chips_of,
+        "meaning": meaning,
+        "bytes_of": bytes_of,
+        "written": WRITTEN,
         "seconds": quantity(plan.cost.seconds, "s"),
         "sections": [(title.lower(), title) for title in titles],
         **about,
@@ -73,9 +87,7 @@ def page_html(
     return template("page.html.j2").render(page)
 
 
-def about_plan(
-    plan: Plan, alternatives: Mapping[str, Sequence[Alternative]], measured: Sequence[Event]
-) -> dict[str, Any]:
+def about_plan(plan: Plan, measured: Sequence[Event]) -> dict[str, Any]:
     """Returns what the template draws below the figures."""
     cost, looped = plan.cost, plan.loop is not None
     graphs = drawn(plan)
@@ -99,22 +111,22 @@ def about_plan(
         "schedule": schedule(plan, measured) if looped else None,
         # in a loop they take as long as the plan; see plan.cost.bytes_expr
         "formulas": [] if looped else formulas(plan),
-        "map": [map_row(row, alternatives) for row in model_map(plan)],
-        "homes": {str(layout): chips_of(layout) for layout in plan.parameters.values()},
+        "map": model_map(plan),
         "curve": curve,
         "timeline": None
         if looped
         else timeline(plan.timeline(), {key.split()[1]: row for key, row in places.items()}, measured),
-        "groups": groups(plan, graphs, rows, folded),
+        "folded": folded,
+        "titled": {row.at: graph.title for graph in graphs for row in graph.rows},
         "of_section": TITLES,
         "about": ABOUT,
         "values": len(rows),
         "shown": sum(len(group.rows) for group in folded.groups),
         "data": embedded(page_data(plan, graphs, folded, curve)),
-        "legend": legend(rows),
+        "legend": states_in(rows),
         "overlaps": cost.exposed_seconds < cost.comm_seconds,
-        "memory": stage_memory(plan),
-        "chunks": [chunk_row(plan, at) for at in range(len(plan.chunks))] if looped else [],
+        "memory": [plan.memory_of(stage) for stage in range(plan.stages)],
+        "chunks": chunks_json(plan) if looped else [],
         "bubble": f"{100 * cost.bubble_seconds / cost.seconds:.1f} %" if cost.seconds else "0 %",
     }
 
@@ -164,7 +176,7 @@ def asked(plan: Plan) -> list[str]:
     texts += [f"parameters sent in {options.gather}"] if options.gather in EIGHT_BITS else []
     texts += ["float32 masters"] if options.masters else []
     texts += [f"at most {quantity(options.memory, 'B')} a rank"] if options.memory is not None else []
-    return [clean(text) for text in (*texts, *(f"pin {name} = {layout}" for name, layout in options.pin.items()))]
+    return [*texts, *(f"pin {name} = {layout}" for name, layout in options.pin.items())]
 
 
 def cards(plan: Plan) -> list[dict[str, Any]]:
@@ -212,64 +224,16 @@ def parts(sizes: Mapping[str, float], unit: str) -> list[tuple[str, str, float]]
     return [(name, quantity(size, unit), 100 * size / whole) for name, size in sizes.items() if size] if whole else []
 
 
-def map_row(row: MapRow, alternatives: Mapping[str, Sequence[Alternative]]) -> dict[str, Any]:
-    """Returns a row of the map as the template draws it."""
-    others = [
-        {
-            "layout": str(each.layout),
-            "seconds": quantity(each.seconds, "s"),
-            "difference": quantity(each.difference, "s", sign=True),
-            "sure": "exact" if each.exact else "",
-            "changes": [
-                (
-                    sign,
-                    f"{moved.collective} over {moved.axis}",
-                    clean(moved.module),
-                    moved.phase,
-                    quantity(moved.bytes_sent, "B"),
-                )
-                for sign, several in (("+", each.appear), ("−", each.gone))
-                for moved in several[:4]
-            ],
-        }
-        for each in alternatives.get(row.name, ())
-    ]
-    home = str(row.home) if row.home is not None else ""
-    size = quantity(row.bytes, "B")
-    return vars(row) | {
-        "label": clean(row.label),
-        "name": clean(row.name),
-        "home": home,
-        "bytes": size,
-        "others": others,
-    }
-
-
-def traffic(plan: Plan) -> list[dict[str, Any]]:
-    """Returns collectives by module, phase, kind and axis, those that take longest first, with their part of the
-    longest."""
-    found, mesh = dict[tuple[str, str, str, str], list[float]](), plan.inner
+def traffic(plan: Plan) -> list[tuple[tuple[str, ...], list[float]]]:
+    """Returns by module, phase, kind and axis of collectives how many there are, the bytes that a rank sends, and the
+    seconds that they take, those that take longest first."""
+    found, mesh = dict[tuple[str, ...], list[float]](), plan.inner
     for node, times in boxings(plan):
         moved, step = transfer_of(node, mesh), node.meta["step"]
         taken, sent = step_cost(step, moved.shape, moved.itemsize, mesh)
         key = numberless(module_of(node)), node.meta.get("phase", "forward"), collective_of(node), mesh.key(step.axes)
         found[key] = [a + b * times for a, b in zip(found.get(key, [0.0, 0.0, 0.0]), (1, sent, taken))]
-    order = sorted(found.items(), key=lambda item: (-item[1][2], -item[1][1], item[0]))
-    most = order[0][1][2] or 1.0 if order else 1.0
-    return [
-        {
-            "module": clean(module),
-            "phase": phase,
-            "collective": kind,
-            "axis": axis,
-            "count": int(count),
-            "sent": quantity(sent, "B"),
-            "seconds": quantity(taken, "s"),
-            "bytes": sent,
-            "share": 100 * taken / most,
-        }
-        for (module, phase, kind, axis), (count, sent, taken) in order
-    ]
+    return sorted(found.items(), key=lambda item: (-item[1][2], -item[1][1], item[0]))
 
 
 def module_of(node: Node) -> str:
@@ -277,83 +241,29 @@ def module_of(node: Node) -> str:
     return str(value_of(node)[0].meta.get("module", node.meta.get("module", "")))
 
 
-def links(plan: Plan) -> list[tuple[str, str, str]]:
+def links(plan: Plan) -> list[tuple[str, float, float]]:
     """Returns, by axis over which anything is sent, how long a message takes at least, and the bandwidth."""
     found, mesh = {}, plan.inner
     for step in (node.meta["step"] for node, _ in boxings(plan)):
         if all(mesh.sizes[axis] == 1 for axis in step.axes):
             continue
         latency, bandwidth, _ = mesh.link(step.axes, step.collective)
-        found[mesh.key(step.axes)] = quantity(latency, "s"), quantity(bandwidth, "B/s")
+        found[mesh.key(step.axes)] = latency, bandwidth
     return [(axis, *figures) for axis, figures in found.items()]
 
 
-def formulas(plan: Plan) -> list[dict[str, Any]]:
-    """Returns the collectives that send most, with the bytes of one as a typeset formula in the sizes of the axes."""
+def formulas(plan: Plan) -> list[tuple[float, Transfer, float, Markup]]:
+    """Returns the collectives that send most: how many, what they move, and the bytes of one, also as a typeset formula
+    in the sizes of the axes."""
     cost, mesh, found = plan.cost, plan.mesh, []
     for transfer, count in cost.transfers:
         _, sent = wire(transfer.step, transfer.shape, transfer.itemsize, mesh.sizes)
         found.append((count * float(sent), count, transfer))
     found.sort(key=lambda item: -item[0])
     return [
-        {
-            "count": count,
-            "collective": t.step.collective,
-            "axis": mesh.key(t.step.axes),
-            "sent": quantity(whole / count, "B"),
-            "shape": str(list(t.shape)),
-            "math": Markup(mathml(sympy.factor(cost.sent_expr(t)), printer="presentation")),
-        }
+        (count, t, whole / count, Markup(mathml(sympy.factor(cost.sent_expr(t)), printer="presentation")))
         for whole, count, t in found[:FORMULAS]
     ]
-
-
-def groups(plan: Plan, graphs: Sequence[Drawn], rows: Sequence[ValueRow], folded: Folded) -> list[dict[str, Any]]:
-    """Returns the groups of the graph as the template draws them."""
-    most = max((row.sent for row in rows), default=0.0) or 1.0
-    axes, titles, found = plan.inner.axes, {row.at: graph.title for graph in graphs for row in graph.rows}, []
-    for group in folded.groups:
-        values = [
-            {
-                "at": row.at,
-                "kind": row.kind,
-                "name": clean(row.name),
-                "type": row.type,
-                "states": row.states,
-                "order": row.order,
-                "moved": dict(row.moved),
-                "op": clean(row.op),
-                "rest": clean(row.rest)[:WRITTEN],
-                "module": clean(row.module),
-                "within": clean(row.module).removeprefix(f"{clean(group.blocks[0])}.")
-                if group.blocks[0]
-                else clean(row.module),
-                "sent": quantity(row.sent, "B") if row.sent else "",
-                "bar": 100 * row.sent / most,
-                "sources": " ".join(map(str, folded.sources(row))),
-                "over": " ".join(axes[axis] for axis, _ in row.moved),
-            }
-            for row in group.rows
-        ]
-        times = len(group.blocks)
-        names = list(dict.fromkeys(group.blocks)) if times > 1 else []
-        found.append(
-            {
-                "title": titles[group.rows[0].at],
-                "section": group.section,
-                "label": clean(group.label),
-                "times": times,
-                "blocks": names,
-                "rows": values,
-            }
-        )
-    return found
-
-
-def legend(rows: Sequence[ValueRow]) -> list[tuple[str, str]]:
-    """Returns the states that occur, with what they mean."""
-    states = {state for row in rows for state in (*row.states, *(before for _, before in row.moved))}
-    return [(state, meaning(state)) for state in sorted(states, key=lambda state: (state[0] != "S", state))]
 
 
 def page_data(plan: Plan, graphs: Sequence[Drawn], folded: Folded, curve: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The geometry of a page's charts: the timeline of a step, the curve of memory, the losses of a run."""
+"""The geometry of a page's charts: the timeline of a step, the schedule of stages, the curve of memory, the losses of
+a run."""
 
 from __future__ import annotations
 
@@ -7,16 +8,22 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sbpc.inspect.picture import clean
 from sbpc.inspect.report import numberless
 from sbpc.inspect.tables import quantity
 from sbpc.inspect.trace import WAITING
 from sbpc.plans.memory import turn_of
 from sbpc.plans.memory_curve import MemoryCurve
+from sbpc.plans.plan import Plan
+from sbpc.plans.staged.schedules import WEIGHTS
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE
+from sbpc.plans.staged.staged_timeline import actions_of, measured_actions
 from sbpc.plans.timeline import COMPUTE, STREAMS, Event, makespan
 
 WIDE, TALL = 1000.0, 220.0  # units of a chart that can be zoomed; it is stretched to the width of the page
 LANE, BAR = 34.0, 22.0  # units from stream to stream, and of a bar
+SPAN, THICK = 1200.0, 26.0  # units of the schedule's picture: its width, and a bar
+ONCE = {BEFORE: "what is done before the loop", AFTER: "what is done after the loop"}
+ROOM = 16.0  # units of a bar in which a number can be read
 FINE = 0.2  # units: bars of one kind that are nearer to each other are one
 COLUMNS = 1200  # moments of the curve of memory that are drawn: the largest of each
 WIDTH, HEIGHT, LEFT, BOTTOM = 760.0, 300.0, 56.0, 34.0  # pixels, of the loss curves
@@ -83,9 +90,7 @@ def bars(events: Sequence[Event], lane: str, y: float, scale: float, rows: Mappi
         ):
             last["end"], last["many"] = max(end, last["end"]), last["many"] + 1
         else:
-            about = (
-                f"{clean(event.name)}  {clean(event.module)}  {event.kind}, {quantity(event.end - event.start, 's')}"
-            )
+            about = f"{event.name}  {event.module}  {event.kind}, {quantity(event.end - event.start, 's')}"
             drawn.append(
                 {
                     "x": x,
@@ -145,6 +150,52 @@ def length(spans: Sequence[Span]) -> float:
     return math.fsum(end - start for start, end in spans)
 
 
+def schedule(plan: Plan, measured: Sequence[Event] = ()) -> dict[str, Any]:
+    """Returns the schedule: a lane for each stage, bars with the number of the micro-batch; where there is none is a
+    bubble.
+
+    measured: the events of a step that rank 0 ran, whose lane is the last.
+    """
+    sides = {f"stage {stage}": list(actions_of(plan, stage)) for stage in range(plan.stages)}
+    if measured:
+        sides["rank 0"] = list(measured_actions(plan, 0, measured))
+    whole = max(plan.cost.seconds, makespan(list(measured))) or 1.0
+    lanes = [{"y": LANE * row + (LANE - THICK) / 2, "name": name} for row, name in enumerate(sides)]
+    bars = [
+        bar(plan, event, lane["y"], SPAN / whole) for lane, events in zip(lanes, sides.values()) for event in events
+    ]
+    ticks = [quantity(whole * part / 10, "s") for part in range(11)]
+    return {
+        "width": SPAN,
+        "height": LANE * len(lanes),
+        "bar": THICK,
+        "bars": bars,
+        "lanes": lanes,
+        "ticks": ticks,
+        "measured": quantity(makespan(list(measured)), "s") if measured else "",
+    }
+
+
+def bar(plan: Plan, event: Event, y: Any, scale: float) -> dict[str, Any]:
+    """Returns the bar of what a chunk does. scale: units a second."""
+    width, chunk, batch = (
+        scale * (event.end - event.start),
+        int(event.module.split()[1]),
+        event.name.partition(event.kind)[2],
+    )
+    what = ONCE.get(event.kind, f"{event.phase} of micro-batch {batch}")
+    return {
+        "x": scale * event.start,
+        "y": y,
+        "width": width,
+        "phase": event.phase,
+        "title": f"{what} in chunk {chunk}, {quantity(event.end - event.start, 's')}",
+        "label": batch if width >= ROOM and event.kind not in ONCE else "",
+        "second": chunk >= plan.stages,
+        "weights": event.kind == WEIGHTS,
+    }
+
+
 def memory(curve: MemoryCurve, device: float) -> dict[str, Any]:
     """Returns the areas of the curve of memory, one upon the other. device: the bytes of a device, drawn if near the
     peak."""
@@ -177,7 +228,7 @@ def memory(curve: MemoryCurve, device: float) -> dict[str, Any]:
         "areas": areas,
         "peak": (x[at.index(curve.peak)], height(total[curve.peak], most)),
         "peak_text": quantity(total[curve.peak], "B"),
-        "call": clean(curve.calls[curve.peak]) or "the optimizer's step",
+        "call": curve.calls[curve.peak] or "the optimizer's step",
         "device": height(device, most) if device <= most else None,
         "device_text": quantity(device, "B"),
         "phases": [(x[number], phase) for phase, number in starts.items() if number is not None],
@@ -233,7 +284,7 @@ def curves(losses: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         "height": HEIGHT,
         "left": LEFT,
         "runs": [
-            {"name": clean(name), "path": path(run), "pen": PEN[number % len(PEN)], "number": number}
+            {"name": name, "path": path(run), "pen": PEN[number % len(PEN)], "number": number}
             for number, (name, run) in enumerate(losses.items())
         ],
         "ticks": [(y(tick), f"{tick:.3g}") for tick in ticks],

@@ -223,14 +223,13 @@ def chunk_table(plan: Plan) -> Table:
     rows = [
         (
             str(at),
-            str(plan.owners[at]),
-            span_of(chunk),
-            quantity(part.program(RUNS[FORWARD]).seconds, "s"),
-            quantity(part.program(RUNS[BACKWARD]).seconds, "s"),
-            quantity(sum(part.homes.values()), "B"),
-            ", ".join(chunk.sends.values()),
+            str(each["stage"]),
+            each["modules"],
+            *(quantity(each[f"{name}_seconds"], "s") for name in ("forward", "backward")),
+            quantity(bytes_of(plan, at), "B"),
+            ", ".join(each["sends"]),
         )
-        for at, (chunk, part) in enumerate(zip(plan.chunks, plan.chunk_costs))
+        for at, each in enumerate(chunks_json(plan))
     ]
     return Table(
         "chunks",
@@ -273,16 +272,26 @@ def stages_json(plan: Plan) -> dict[str, Any]:
         "schedule": plan.schedule,
         "microbatches": plan.count,
         "memory_by_stage": [plan.memory_of(stage) for stage in range(plan.stages)],
-        "chunks": [
-            {
-                "stage": plan.owners[at],
-                "modules": span_of(chunk),
-                "forward_seconds": part.program(RUNS[FORWARD]).seconds,
-                "backward_seconds": part.program(RUNS[BACKWARD]).seconds,
-                "parameters": list(chunk.parameters),
-                "receives": list(chunk.receives.values()),
-                "sends": list(chunk.sends.values()),
-            }
-            for at, (chunk, part) in enumerate(zip(plan.chunks, plan.chunk_costs))
-        ],
+        "chunks": chunks_json(plan),
     }
+
+
+def chunks_json(plan: Plan) -> list[dict[str, Any]]:
+    """Returns what is told of each chunk, with the seconds of a micro-batch."""
+    return [
+        {
+            "stage": plan.owners[at],
+            "modules": span_of(chunk),
+            "forward_seconds": part.program(RUNS[FORWARD]).seconds,
+            "backward_seconds": part.program(RUNS[BACKWARD]).seconds,
+            "parameters": list(chunk.parameters),
+            "receives": list(chunk.receives.values()),
+            "sends": list(chunk.sends.values()),
+        }
+        for at, (chunk, part) in enumerate(zip(plan.chunks, plan.chunk_costs))
+    ]
+
+
+def bytes_of(plan: Plan, at: int) -> int:
+    """Returns the bytes of the parameters of a chunk on a rank."""
+    return sum(plan.chunk_costs[at].homes.values())

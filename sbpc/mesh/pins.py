@@ -7,12 +7,14 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from sbpc.errors import PinError, SbpcError, closest, shown
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import Axes, B, Numbers, Partial, Ragged, Split, State, parse_state
 
+T = TypeVar("T")
 TRIES = 100  # smaller sets of pins that are tried for the message about a conflict
 
 
@@ -145,12 +147,19 @@ def resolve_pins(pins: Mapping[str, str], names: Mapping[str, Iterable[str]], me
     found: dict[str, Wish] = {}
     for pattern, text in pins.items():
         wish = parse_wish(text, mesh, f"pin {pattern!r}: {text!r}")
-        hits = [node for node, known in names.items() if any(fnmatch.fnmatchcase(name, pattern) for name in known)]
-        if not hits:
-            near = ", ".join(closest(pattern, [name for known in names.values() for name in known]))
-            raise PinError(f"pin {pattern!r} matches no parameter and no value\n  The closest names are {near}.")
+        hits = matching(pattern, names, PinError(f"pin {pattern!r} matches no parameter and no value"))
         found = both(found, dict.fromkeys(hits, wish), mesh)
     return found
+
+
+def matching(pattern: str, names: Mapping[T, Iterable[str]], error: SbpcError) -> list[T]:
+    """What has a name that a pattern matches. names: those of each. Raises `error`, with the closest names, if nothing
+    has."""
+    hits = [each for each, known in names.items() if any(fnmatch.fnmatchcase(name, pattern) for name in known)]
+    if not hits:
+        near = ", ".join(closest(pattern, list(itertools.chain(*names.values()))))
+        raise type(error)(f"{error}\n  The closest names are {near}.")
+    return hits
 
 
 def merge(first: Wish, second: Wish, node: str, mesh: Mesh) -> Wish:

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from sbpc.graph.no_gc import uncollected
-from sbpc.graph.operands import value_of
+from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import INPUT, PARAMETER, TANGENT, Port, Ports, outputs, placeholders, results
 from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.states import B
+from sbpc.mesh.states import B, Names
 from sbpc.plans.measure import lacks_rule, replicated
 from sbpc.plans.staged.schedules import FORWARD, INPUTS
 from sbpc.plans.staged.stage_parts import Parts, parts_of
@@ -39,6 +39,16 @@ class Assignment:
     choices: dict[str, Choice]
     aliases: dict[tuple[str, int], Layout]
     outputs: tuple[Layout | None, ...]
+
+    def made(self, value: Node, axes: Names) -> Layout:
+        """Returns the layout in which a value is made."""
+        producer, index = value_of(value)
+        return self.choices[producer.name].output(index, axes)
+
+    def read(self, value: Node, axes: Names) -> list[Layout]:
+        """Returns the layouts in which calls read a value."""
+        readers = [(self.choices[user.name], user) for user in value.users if user.name in self.choices]
+        return [at.input(slot, axes) for at, user in readers for slot, x in enumerate(operands(user)) if x is value]
 
 
 @dataclass(frozen=True)

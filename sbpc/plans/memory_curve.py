@@ -18,7 +18,7 @@ from sbpc.plans.staged.chunk_programs import ChunkPrograms, Program
 from sbpc.plans.staged.part_memory import ADDED, GATHERED, HANDED, HOME, LEFT, SAVED, bytes_at, scope
 from sbpc.plans.staged.schedules import EARLY, LATE, STEP
 from sbpc.plans.staged.stage_memory import moments
-from sbpc.plans.staged.stage_parts import PARTS, Parts
+from sbpc.plans.staged.stage_parts import Parts
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COPIES, INPUTS = (
     "parameters",
@@ -153,7 +153,7 @@ def held_at(plan: PlannedStep, stage: int, found: Sequence[Any], moment: int, tr
 def curve_of(plan: PlannedStep, at: int, which: Parts, first: bool) -> ProgramCurve:
     """Returns the curve of a program of a chunk. first: whether its gradients are the first ones."""
     programs = plan.programs[at]
-    program = programs.program(which, not (first and (which == PARTS or programs.makes(which))))
+    program = programs.program(which, not (first and programs.begins(which)))
     life, start, ends, there, beside = scope(programs, which, program)
     groups = ["" if at in there else group for at, group in enumerate(groups_of(life, programs, program))]
     start = next((at for at in range(start, ends) if not is_there(life.moments[at], there)), ends)

@@ -11,7 +11,6 @@ has that number, the size takes its name. Else it stays a number, and a note say
 from __future__ import annotations
 
 import ast
-import fnmatch
 import math
 import operator
 from collections.abc import Mapping, Sequence, Set
@@ -21,10 +20,11 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from sbpc.errors import SbpcError, closest, shown
+from sbpc.errors import SbpcError, shown
 from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import INPUT, OUTPUT, PARAMETER, TANGENT, Port, placeholders
 from sbpc.mesh.mesh import Mesh, in_formulas
+from sbpc.mesh.pins import matching
 from sbpc.rules import Match, Phases
 
 Dims = tuple[Any, ...]  # a sympy expression for each dim of a tensor
@@ -126,21 +126,15 @@ def read(gm: GraphModule, dynamic: Mapping[str, Any]) -> dict[Node, Dims]:
     """Returns the dims that are given, by placeholder. Raises SbpcError for names and dims that fit none."""
     if not isinstance(dynamic, Mapping) or not all(isinstance(name, str) for name in dynamic):
         raise SbpcError(f"dynamic is {shown(dynamic)}\n  Give a mapping such as {EXAMPLE}.")
-    tied = gm.meta["ports"].tied
     names = {
-        node: [port.name, *(name for name, first in tied.items() if first == port.name)]
-        if port.kind == PARAMETER
-        else [node.name]
+        node: gm.meta["ports"].names_of(port.name) if port.kind == PARAMETER else [node.name]
         for port, node in placeholders(gm).items()
     }
     given: dict[Node, Dims] = {}
     for pattern, dims in dynamic.items():
         if isinstance(dims, int):
             continue
-        nodes = [node for node, called in names.items() if any(fnmatch.fnmatchcase(name, pattern) for name in called)]
-        if not nodes:
-            near = ", ".join(closest(pattern, [name for called in names.values() for name in called]))
-            raise SbpcError(f"dynamic: {pattern!r} is no parameter and no input\n  The closest names are {near}.")
+        nodes = matching(pattern, names, SbpcError(f"dynamic: {pattern!r} is no parameter and no input"))
         given |= {node: dims_of(node, pattern, dims) for node in nodes}
     return given
 

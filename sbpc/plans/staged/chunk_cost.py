@@ -19,10 +19,11 @@ from sbpc.graph.operands import value_of
 from sbpc.graph.ports import BUFFER, GRADIENT, PARAMETER, SEED, Port, placeholders
 from sbpc.plans.chunk import Chunk
 from sbpc.plans.measure import comm_totals, compute_totals, kernels_and_transfers, layout_at, sum_kernel
+from sbpc.plans.memory import Life
 from sbpc.plans.staged.chunk_programs import ChunkPrograms, pieces_in
 from sbpc.plans.staged.part_memory import ADDED, GATHERED, HOME, LEFT, SAVED, Kind, bytes_at, in_flight, kept_by, rise
 from sbpc.plans.staged.schedules import FORWARD, WEIGHTS, piece_of
-from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.plans.timeline import COMPUTE, Left, Work, bucket_of, busy_seconds, makespan, played, timeline, works
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -105,24 +106,29 @@ class ChunkCost:
         return ProgramCost.of(self.programs, which) if which else ProgramCost()
 
     @once
-    def held(self, kind: Kind) -> int:
+    def held(self, kind: Kind) -> Any:
         """Returns the bytes of a kind that stays while other programs run, see `kept_by`, or of what comes late of
         some parts, whose gradients may be the first ones."""
         if not isinstance(kind, tuple):
-            return int(self.kept()[0][kind])
+            return self.kept()[0][kind]
         which, first = kind
-        if first and not self.begins(which):
+        if first and not self.programs.begins(which):
             return self.held((which, False))
         life, storages = in_flight(self.programs, which, self.programs.program(which, not first))
-        return sum(map(life.size.__getitem__, storages))
+        return sum(map(self.size_of(life).__getitem__, sorted(storages)))
 
     @once
-    def kept(self) -> tuple[dict[Kind, int], dict[str, list[int]]]:
-        """Returns what `kept_by` does, in bytes."""
-        mesh = self.programs.chunk.mesh
-        return kept_by(
-            self.programs, lambda life: life.size, lambda node: bytes_at(node.meta["val"], layout_at(node), mesh)
-        )
+    def kept(self) -> tuple[dict[Kind, Any], dict[str, list[int]]]:
+        """Returns what `kept_by` does."""
+        return kept_by(self.programs, self.size_of, self.bytes_of)
+
+    def size_of(self, life: Life) -> Sequence[Any]:
+        """Returns the bytes of the storages of a program."""
+        return life.size
+
+    def bytes_of(self, node: Node) -> Any:
+        """Returns the bytes of a value by itself."""
+        return bytes_at(node.meta["val"], layout_at(node), self.programs.chunk.mesh)
 
     def keeps(self, kind: str) -> Sequence[int]:
         """Returns the inputs, by number, that a micro-batch keeps of a kind."""
@@ -132,13 +138,9 @@ class ChunkCost:
     def rise(self, which: Parts, first: bool) -> tuple[int, int]:
         """Returns what `part_memory.rise` does. first: whether the gradients of these parts may be the first ones: a
         program that brings such home keeps no sums but those that are LEFT."""
-        if first and not self.begins(which):
+        if first and not self.programs.begins(which):
             return self.rise(which, False)
         return rise(self.programs, which, self.programs.program(which, not first))
-
-    def begins(self, which: Parts) -> bool:
-        """Returns whether some parts make gradients, which may then be the first ones."""
-        return which == PARTS or bool(self.programs.makes(which))
 
     @once
     def adds(self) -> float:
@@ -253,7 +255,7 @@ class JoinedCost(ChunkCost):
         return ProgramCost(seconds, sent=sent, **{name: sum(getattr(one, name) for one in each) for name in names})
 
     @once
-    def held(self, kind: Kind) -> int:
+    def held(self, kind: Kind) -> Any:
         return sum(cost.held(kind) for cost in self.costs)
 
     def keeps(self, kind: str) -> Sequence[int]:

@@ -162,6 +162,10 @@ class ChunkPrograms:
         """Returns the names of the gradients that add up and that some parts make."""
         return frozenset(node.name for node in self.summed if self.parts[node] in which)
 
+    def begins(self, which: Parts) -> bool:
+        """Returns whether some parts make gradients, which may then be the first ones."""
+        return which == PARTS or bool(self.makes(which))
+
     def program(self, which: Parts, adding: bool = True) -> Program:
         """Returns the program of some parts. adding: whether earlier micro-batches have left sums of the gradients
         that it makes; that of the whole step adds nothing."""

@@ -7,7 +7,6 @@ has a dim batch / m.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,12 +23,13 @@ from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.chunk import Chunk
 from sbpc.plans.cost import Kernel, Terms, Transfer
-from sbpc.plans.measure import dims_at, kernels_and_transfers, layout_at, sum_kernel
-from sbpc.plans.memory import POSITION
-from sbpc.plans.memory_formula import largest, local, moments_of, storage_formulas, total
-from sbpc.plans.staged.chunk_programs import ChunkPrograms, Program
+from sbpc.plans.measure import kernels_and_transfers, sum_kernel
+from sbpc.plans.memory import POSITION, Life
+from sbpc.plans.memory_formula import bytes_of, largest, moments_of, storage_formulas, total
+from sbpc.plans.staged.chunk_cost import ChunkCost
+from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.loop import Loop
-from sbpc.plans.staged.part_memory import Kind, in_flight, kept_by, scope
+from sbpc.plans.staged.part_memory import scope
 from sbpc.plans.staged.pipeline_cost import Pipeline
 from sbpc.plans.staged.schedules import BREADTH_FIRST, LATE, STEP
 from sbpc.plans.staged.stage_memory import moments
@@ -145,32 +145,28 @@ def memory_formula(plan: Pipeline, chunks: Chunks, sizes: Sequence[sympy.Symbol]
     return copies * trained + sympy.Max(*dict.fromkeys(stored + total(each) for each in most), evaluate=False)
 
 
-class ChunkMemory:
-    """What a chunk holds on the busiest rank, as formulas in the sizes of axes and the dims of its graph; see
-    `ChunkCost`."""
+class ChunkMemory(ChunkCost):
+    """What a chunk holds on the busiest rank, as formulas in the sizes of axes and the dims of its graph."""
 
     def __init__(self, chunk: ChunkPrograms, sizes: Sequence[sympy.Symbol]) -> None:
-        self.chunk, self.sizes, self.mesh = chunk, sizes, chunk.chunk.mesh
+        self.programs, self.known, self.sizes, self.mesh = chunk, {}, sizes, chunk.chunk.mesh
         self.given = {port: self.bytes_of(node) for port, node in placeholders(chunk.boxed).items()}
         self.stored = sympy.Add(*(size for port, size in self.given.items() if port.kind in (PARAMETER, BUFFER, SEED)))
         ends = [port for port in chunk.chunk.ports.outputs if port.kind == GRADIENT]
         self.trained = sympy.Add(*(self.given[Port(PARAMETER, port.name)] for port in ends))
 
-    @functools.cached_property
-    def kept(self) -> dict[Kind, Any]:
-        """Bytes by kind of what stays while other programs run."""
-        return kept_by(self.chunk, lambda life: storage_formulas(life, self.mesh, self.sizes), self.bytes_of)[0]
+    def size_of(self, life: Life) -> Sequence[Any]:
+        return storage_formulas(life, self.mesh, self.sizes)
 
     def bytes_of(self, node: Node) -> Any:
-        """Returns the bytes of a value."""
-        value = node.meta["val"]
-        return value.element_size() * local(value, layout_at(node), self.mesh, self.sizes, dims_at(node))
+        return bytes_of(*value_of(node), self.mesh, self.sizes)
 
     def rises(self, which: Parts, first: bool) -> list[Any]:
         """Returns what a program has alive at moments of which one is its most, besides what is there before it is
         given a micro-batch."""
-        life, start, end, there, beside = scope(self.chunk, which, self.program(which, first))
-        size = storage_formulas(life, self.mesh, self.sizes)
+        program = self.programs.program(which, not (first and self.programs.begins(which)))
+        life, start, end, there, beside = scope(self.programs, which, program)
+        size = self.size_of(life)
         always = (0 if LATE in which else POSITION * len(self.mesh.axes)) + sympy.Add(
             *map(self.given.__getitem__, beside)
         )
@@ -178,18 +174,6 @@ class ChunkMemory:
         for storage in there:  # which is let go at the end at the earliest
             life.last[storage] = math.inf
         return [always + total(moment) - rest for moment in largest(moments_of(life, size, start, end)) or [{}]]
-
-    def program(self, which: Parts, first: bool) -> Program:
-        """Returns the program of some parts. first: whether its gradients are the first ones."""
-        return self.chunk.program(which, not (first and (which == PARTS or self.chunk.makes(which))))
-
-    def held(self, kind: Kind) -> Any:
-        """Returns the bytes of a kind that stays while other programs run, see `ChunkCost`."""
-        if not isinstance(kind, tuple):
-            return self.kept[kind]
-        life, storages = in_flight(self.chunk, kind[0], self.program(*kind))
-        size = storage_formulas(life, self.mesh, self.sizes)
-        return sympy.Add(*map(size.__getitem__, sorted(storages)))
 
 
 def with_dims(chunk: Chunk, source: GraphModule) -> Chunk:
