@@ -25,7 +25,6 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.plans.chunk import Chunk
 from sbpc.plans.cost import Kernel, Terms, Transfer
 from sbpc.plans.measure import dims_at, kernels_and_transfers, layout_at, sum_kernel
-from sbpc.plans.memory import POSITION
 from sbpc.plans.memory_formula import largest, local, moments_of, storage_formulas, total
 from sbpc.plans.staged.chunk_programs import ChunkPrograms, Program
 from sbpc.plans.staged.loop import Loop
@@ -34,6 +33,7 @@ from sbpc.plans.staged.pipeline_cost import Pipeline
 from sbpc.plans.staged.schedules import BREADTH_FIRST, LATE, STEP
 from sbpc.plans.staged.stage_memory import moments
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
+from sbpc.plans.storages import POSITION
 from sbpc.plans.symbolic_sizes import formula, name_dims, symbol
 
 T = TypeVar("T")
