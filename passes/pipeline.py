@@ -45,7 +45,7 @@ from sbpc.passes.memory.limited_space import LimitedSpace, store
 from sbpc.passes.memory.search import MemorySearch
 from sbpc.passes.panels.cut import in_panels
 from sbpc.passes.schedule.choice import Weights, bounded, choose, weighted
-from sbpc.passes.schedule.schedule import schedule
+from sbpc.passes.schedule.schedule import Orders, schedule
 from sbpc.passes.stages.cut import cut
 from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify_boxed, verify_captured
 from sbpc.plans import plan_bytes, plan_file, rank_programs
@@ -380,7 +380,7 @@ def box_in_bytes(gm: GraphModule, assignment: Assignment, mesh: Mesh) -> GraphMo
     return box(gm, assignment, objective_mesh(mesh, BYTES))
 
 
-REWRITER = Rewriter(box, schedule, localize, verify, save, export, text, html, explain, diff, page)
+REWRITER = Rewriter(box, schedule, Orders, localize, verify, save, export, text, html, explain, diff, page)
 
 
 def rewriter_of(options: Options) -> Rewriter:

@@ -20,7 +20,7 @@ from sbpc.graph.about import EXCHANGE, FLOAT32
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import Local, Ragged, counted, shards
-from sbpc.plans.memory import emitted
+from sbpc.plans.storages import emitted
 from tests.boxings import boxed_layouts, crops, layouts, meshes, numbers, positions, program, run_boxing, shapes
 
 DTYPES = (torch.float32, torch.int64, torch.bfloat16, torch.float64, torch.int32)

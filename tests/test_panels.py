@@ -14,7 +14,7 @@ import sbpc
 from sbpc import Mesh
 from sbpc.errors import MemoryLimitError, SbpcError
 from sbpc.mesh.cluster import Cluster
-from sbpc.plans.memory import POSITION
+from sbpc.plans.storages import POSITION
 from tests import models
 from tests.compare import largest_error
 

@@ -27,10 +27,13 @@ from sbpc.passes.pipeline import Stages, make_plan
 from sbpc.passes.schedule import choice
 from sbpc.passes.schedule.choice import choose, weighted
 from sbpc.passes.schedule.list_schedule import RULES, list_schedule
-from sbpc.passes.schedule.schedule import GAIN, SLACK, leanest, ordered, schedule, seconds_of
+from sbpc.passes.schedule.schedule import GAIN, SLACK, STORED, leanest, ordered, schedule, seconds_of
+from sbpc.plans.measure import sent_by
 from sbpc.plans.memory import Life
-from sbpc.plans.staged.chunk_programs import whole
+from sbpc.plans.staged.chunk_programs import extracted, whole
+from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
 from sbpc.plans.staged.stage_parts import PARTS
+from sbpc.plans.storages import Storages
 from sbpc.plans.timeline import (
     ACROSS,
     COMPUTE,
@@ -48,6 +51,7 @@ from sbpc.runtime.prepared import prepared, wait
 from tests import models
 from tests.compare import compare, eager, error_of
 from tests.random_plans import random_plan
+from tests.routed import Layer
 
 LAN = Cluster("lan", 5e9, 1e10, 5e-7, 1, 2e-6, 24e6, 2e-6, 24e6)
 NETS: dict[str, dict[str, Any]] = {"mlp": {}, "gpt2": {"tied": True}, "resnet": {}}
@@ -138,6 +142,36 @@ def check_random_schedules(net: str, mesh: Mesh, seeds: range) -> None:
 @pytest.mark.parametrize("net, mesh", [("mlp", MESHES[3]), ("gpt2", MESHES[1]), ("resnet", MESHES[2])], ids=repr)
 def test_random_legal_schedules_compute_the_same(net: str, mesh: Mesh) -> None:
     check_random_schedules(net, mesh, range(1))
+
+
+def bytes_in_order(gm: GraphModule, mesh: Mesh, seed: int) -> None:
+    """Bytes are counted without a graph of an order as they are of that graph, moment by moment."""
+    storages, stored = Storages(gm, mesh), [(node, False) for node in gm.graph.nodes if node.op in STORED]
+    random_one = random_order(gm, mesh, seed)
+    for order, buckets in ((random_one, {}), random_buckets(list(random_one), seed)):
+        found, made = Life.in_order(storages, [*stored, *order], buckets), Life.of(ordered(gm, order, buckets), mesh)
+        assert found.live == made.live and found.peak == made.peak > 0
+
+
+@pytest.mark.parametrize("net, mesh", [("mlp", MESHES[3]), ("gpt2", MESHES[2]), ("resnet", MESHES[2])], ids=repr)
+def test_the_bytes_of_an_order_need_no_graph(net: str, mesh: Mesh) -> None:
+    """Of random plans, of some in panels and of the parts of a loop, which add to sums in place."""
+    model, args = getattr(models, net)(**NETS[net])
+    plan = sbpc.plan(model, args, mesh, microbatches=1)
+    for seed in range(2):
+        other = random_plan(plan, seed)
+        bytes_in_order((random_panels(other, seed) if seed % 2 else other).unscheduled, mesh, seed)
+    loop = sbpc.plan(model, args, mesh, microbatches=4).programs[0]
+    for parts in ((FORWARD,), (INPUTS, WEIGHTS)):
+        bytes_in_order(extracted(loop, parts).gm, mesh, 0)
+
+
+def test_the_bytes_of_an_order_that_sends_rows_need_no_graph() -> None:
+    plan = sbpc.plan(Layer(experts=4), (torch.randn(4, 6, 8), torch.zeros(4)), Mesh(x=4), microbatches=1)
+    plans = [random_plan(plan, seed) for seed in range(6)]
+    for seed, each in enumerate(plans):
+        bytes_in_order(each.unscheduled, plan.mesh, seed)
+    assert any(sent_by(node) for each in plans for node in each.unscheduled.graph.nodes if "step" not in node.meta)
 
 
 class Sums(torch.nn.Module):

@@ -34,8 +34,8 @@ from sbpc.graph.operands import is_late, made_of, operands, outputs_of, reached,
 from sbpc.graph.ports import BUFFER, MUTATION, PARAMETER, placeholders
 from sbpc.graph.rewrite import Copies, called, rebuild
 from sbpc.passes.annotate import annotate
-from sbpc.plans.memory import is_view
 from sbpc.plans.options import FULL, NONE, SELECTIVE
+from sbpc.plans.storages import is_view
 
 aten = torch.ops.aten
 PRODUCTS = frozenset(("_grouped_mm", "_scaled_mm", "addmm", "baddbmm", "bmm", "dot", "einsum", "linear", "mm", "mv"))

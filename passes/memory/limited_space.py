@@ -20,8 +20,8 @@ from sbpc.mesh.layout import broadcast
 from sbpc.passes.assign.local_bytes import Place
 from sbpc.passes.assign.space import Space
 from sbpc.passes.memory.live_bytes import STORED, Moment
-from sbpc.plans.memory import local_bytes
 from sbpc.plans.plan import Plan
+from sbpc.plans.storages import local_bytes
 from sbpc.solver import Limit, Proof
 from sbpc.solver.fold import Folded
 

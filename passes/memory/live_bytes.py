@@ -17,8 +17,8 @@ from torch.fx import GraphModule, Node
 from sbpc.graph.operands import operands, outputs_of, shape_of, value_of
 from sbpc.graph.ports import GRADIENT, PARAMETER, placeholders, result_name, results
 from sbpc.passes.assign.local_bytes import Place, PlaceKind
-from sbpc.plans.memory import is_view
 from sbpc.plans.plan import Plan
+from sbpc.plans.storages import is_view
 
 STORED = "stored"  # the key in the meta of a node that stands for what is kept of a value until the backward
 Moment = Mapping[tuple[str, Place], float]

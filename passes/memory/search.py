@@ -36,8 +36,8 @@ from sbpc.passes.memory.live_bytes import (
     peak_calls,
 )
 from sbpc.plans.chunk import Assignment
-from sbpc.plans.memory import POSITION
 from sbpc.plans.plan import Plan
+from sbpc.plans.storages import POSITION
 from sbpc.solver import Bounder, Limit, Problem, Proof, certify, checked_bound, priced, total
 from sbpc.solver.bounder import is_wide
 from sbpc.solver.fold import fold

@@ -27,8 +27,8 @@ from sbpc.mesh.states import Split, State
 from sbpc.passes.annotate import annotate_call, lines_about_rules
 from sbpc.plans.chunk import Assignment
 from sbpc.plans.measure import layout_at
-from sbpc.plans.memory import shard_bytes
 from sbpc.plans.plan import Plan
+from sbpc.plans.storages import shard_bytes
 from sbpc.plans.timeline import exposed_seconds, works
 from sbpc.rules.choices import Candidates, Choice
 from sbpc.rules.sum_types import begins_sums

@@ -14,6 +14,7 @@ played, and plans are looked for again where a boxing that the step does not wai
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections import defaultdict
@@ -26,7 +27,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.plans.chunk import Assignment
 from sbpc.plans.options import Options
 from sbpc.plans.plan import Plan, Prover, no_model
-from sbpc.plans.timeline import ACROSS, COMPUTE, INSIDE, STREAMS, critical_seconds, timeline, works
+from sbpc.plans.timeline import ACROSS, COMPUTE, INSIDE, STREAMS, critical_seconds, timeline
 
 Weights = Mapping[str, float]
 GRID, LEAST = 32, 1 / 1024  # weights are multiples of one part of GRID, or, of all but one stream, as small as LEAST
@@ -214,15 +215,20 @@ def bounded(plan: Plan, options: Options, layouts_at: LayoutsAt) -> Plan:
 def fastest(plans: Sequence[Plan], limit: float) -> Plan:
     """Returns of the plans that are about as fast as the fastest the one whose step and computing take least together.
 
-    limit: of bytes, which the first plan keeps. One that has more to do on a stream than another's step takes is not
-    scheduled.
+    limit: of bytes, which the first plan keeps. They are looked at by what is known of them, which is more each time:
+    what keeps a stream busy; what the fastest order takes, whatever bytes; all. Others are no faster than the last one.
     """
-    most, near = math.inf, list[Plan]()
-    for plan in plans:
-        if least_seconds(plan) <= most and (not near or plan.cost.memory["total"] <= limit):
-            near.append(plan)
-            most = min(most, plan.cost.seconds * (1 + EQUAL))
-    near = [plan for plan in near if plan.cost.seconds <= most]
+    queue = [(least_seconds(plan), at, False) for at, plan in enumerate(plans)]
+    most, found = math.inf, dict[int, Plan]()
+    heapq.heapify(queue)
+    while queue and queue[0][0] <= most:
+        seconds, at, ordered = heapq.heappop(queue)
+        plan = plans[at]
+        if not ordered:
+            heapq.heappush(queue, (max(seconds, plan.programs[0].tried.seconds), at, True))
+        elif not at or plan.cost.memory["total"] <= limit:
+            found[at], most = plan, min(most, plan.cost.seconds * (1 + EQUAL))
+    near = [plan for _, plan in sorted(found.items()) if plan.cost.seconds <= most]
     return min(near, key=lambda plan: plan.cost.seconds + plan.cost.compute_seconds)
 
 
@@ -248,7 +254,7 @@ def streams_of(mesh: Mesh) -> tuple[str, ...]:
 def bare_seconds(plan: Plan) -> Mapping[str, float]:
     """Returns the seconds that each stream is busy in a step, the latencies of collectives apart."""
     busy = dict.fromkeys(STREAMS, 0.0)
-    for work in works(plan.unscheduled, plan.mesh).values():
+    for work in plan.programs[0].tried.work.values():
         busy[work.stream] += work.seconds - work.latency
         busy[COMPUTE] += work.pack + work.unpack
     return busy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -15,11 +16,13 @@ from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.schedule.list_schedule import RULES, Buckets, ListScheduler, Order
 from sbpc.plans.measure import sent_by
-from sbpc.plans.memory import Life, local_bytes
+from sbpc.plans.memory import Life
+from sbpc.plans.storages import Storages, local_bytes
 from sbpc.plans.timeline import COMPUTE, Clock, Span, Work, kind_of, unpacking, works
 
 WINDOWS = math.inf, 256, 64, 16, 0  # calls that one may run ahead of the first that has not run
 SHARES = 0.05, 0.2, math.inf  # see `list_schedule`: of the buckets that are tried; by the last one, none
+STORED = "placeholder", "get_attr"  # which are there before all calls
 STARTS = "step", "bucket", "choice", "match", "candidates", "signatures"  # which are not in the meta of what waits
 # where no limit is given: what a schedule may take of the bytes of the graph as it is, and the fraction of the seconds
 # for which it takes no more
@@ -31,7 +34,9 @@ def wait(x: Tensor) -> Tensor:
     return x
 
 
-def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None, room: float = 0.0) -> GraphModule:
+def schedule(
+    boxed: GraphModule, mesh: Mesh, budget: float | None = None, room: float = 0.0, orders: Orders | None = None
+) -> GraphModule:
     """Returns the fastest of the scheduled graphs whose bytes alive, at their peak, stay within a budget; else the
     order of `boxed`.
 
@@ -41,43 +46,75 @@ def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None, room: 
     something a node `wait(x)` with `meta["awaits"]`, which all its readers read. budget: bytes besides the
     optimizer's; by default SLACK times those of the graph as it is, and what the panels of one product hold
     together, as without panels. room: bytes that it may take instead where the step is shorter by
-    GAIN so.
+    GAIN so. orders: of `boxed`, where some are made already.
     """
-    calls = [node for node in boxed.graph.nodes if node.op == "call_function"]
-    work = works(boxed, mesh)
-    if all(work[node].stream == COMPUTE for node in calls):
+    orders = Orders(boxed, mesh) if orders is None else orders
+    if not orders.sends:
         return boxed
-    after, kinds = must_wait(boxed), {node: kind_of(node) for node in calls if work[node].latency}
-    most = SLACK * (Life.of(boxed, mesh).peak + panel_bytes(boxed, mesh)) if budget is None else budget
-    scheduler, tried = ListScheduler(calls, work, after, kinds), set[Hashable]()
-    ways: list[tuple[float, float, Order, Buckets]] = []
+    storages, stored = Storages(boxed, mesh), [(node, False) for node in boxed.graph.nodes if node.op in STORED]
 
-    def timed(window: float, rule: str, share: float) -> tuple[float, Order, Buckets]:
-        order, buckets = scheduler.run(window, rule, share)
-        return seconds_of(order, buckets, work, mesh.cluster), order, buckets
+    def peak_of(order: Order, buckets: Buckets) -> int:
+        return Life.in_order(storages, [*stored, *order], buckets).peak
 
-    for window in (each for each in WINDOWS if each == math.inf or each < len(calls)):
-        orders = [timed(window, rule, SHARES[0]) for rule in RULES]
-        best = RULES[min(range(len(RULES)), key=lambda at: orders[at][0])]
-        orders += [timed(window, best, share) for share in SHARES[1:] if kinds]
-        for seconds, order, buckets in sorted(orders, key=lambda way: way[0]):
+    in_turn = [(node, False) for node in orders.calls]
+    most = SLACK * (peak_of(in_turn, {}) + panel_bytes(boxed, mesh)) if budget is None else budget
+    tried, ways = set[Hashable](), list[tuple[float, float, Order, Buckets]]()
+    for window in (each for each in WINDOWS if each == math.inf or each < len(orders.calls)):
+        for seconds, order, buckets in orders.within(window):
             key = tuple(order), tuple(buckets.items())
             if key in tried:
                 continue
             tried.add(key)
-            gm = ordered(boxed, order, buckets)
-            if (peak := Life.of(gm, mesh).peak) > max(most, room):
+            if (peak := peak_of(order, buckets)) > max(most, room):
                 continue
             ways.append((seconds, peak, order, buckets))
             if peak <= most:
-                return gm if len(ways) == 1 else ordered(boxed, *leanest(ways))
+                return ordered(boxed, *leanest(ways))
     if ways:
         return ordered(boxed, *leanest(ways))
-    result = ordered(boxed, ((node, False) for node in calls))
+    result = ordered(boxed, in_turn)
     result.meta["remarks"] += (
         f"no schedule takes at most {most:,.0f} bytes a rank: every collective is waited for at once",
     )
     return result
+
+
+class Orders:
+    """The orders that are tried of a boxed graph, made when they are first asked for. work: see `works`."""
+
+    def __init__(self, boxed: GraphModule, mesh: Mesh) -> None:
+        self.boxed, self.cluster, self.work = boxed, mesh.cluster, works(boxed, mesh)
+        self.calls = [node for node in boxed.graph.nodes if node.op == "call_function"]
+        self.kinds = {node: kind_of(node) for node in self.calls if self.work[node].latency}
+        self.known = dict[float, list[tuple[float, Order, Buckets]]]()
+
+    @property
+    def sends(self) -> bool:
+        """Whether there is anything to wait for."""
+        return any(self.work[node].stream != COMPUTE for node in self.calls)
+
+    @functools.cached_property
+    def scheduler(self) -> ListScheduler:
+        return ListScheduler(self.calls, self.work, must_wait(self.boxed), self.kinds)
+
+    def within(self, window: float) -> list[tuple[float, Order, Buckets]]:
+        """Returns orders with their seconds, the fastest first. window: see `list_schedule`."""
+        if window not in self.known:
+            found = [self.timed(window, rule, SHARES[0]) for rule in RULES]
+            best = RULES[min(range(len(RULES)), key=lambda at: found[at][0])]
+            found += [self.timed(window, best, share) for share in SHARES[1:] if self.kinds]
+            self.known[window] = sorted(found, key=lambda way: way[0])
+        return self.known[window]
+
+    def timed(self, window: float, rule: str, share: float) -> tuple[float, Order, Buckets]:
+        """Returns an order and what a step takes in it."""
+        order, buckets = self.scheduler.run(window, rule, share)
+        return seconds_of(order, buckets, self.work, self.cluster), order, buckets
+
+    @property
+    def seconds(self) -> float:
+        """What a step takes where all bytes of the fastest order may be alive."""
+        return self.within(math.inf)[0][0] if self.sends else sum(work.seconds for work in self.work.values())
 
 
 def leanest(ways: Sequence[tuple[float, float, Order, Buckets]]) -> tuple[Order, Buckets]:
@@ -120,7 +157,7 @@ def ordered(boxed: GraphModule, order: Iterable[tuple[Node, bool]], buckets: Buc
     buckets: by collective that shares one, the first of it, whose name is then its `meta["bucket"]`."""
     copies = Copies()
     for node in boxed.graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
+        if node.op in STORED:
             copies.keep(node)
     for node, waits in order:
         if waits:

@@ -56,7 +56,8 @@ class Rewriter:
     """The functions that a plan calls on first use and does not import; the pipeline hands them in."""
 
     box: Callable[[GraphModule, Assignment, Mesh], GraphModule]
-    schedule: Callable[[GraphModule, Mesh, float | None, float], GraphModule]
+    schedule: Callable[..., GraphModule]
+    tried: Callable[[GraphModule, Mesh], Any]
     localize: Callable[[GraphModule, Mesh, tuple[int, ...]], GraphModule]
     verify: Callable[..., int]
     save: Callable[[Any, Path], None]

@@ -12,13 +12,14 @@ import numpy as np
 from torch.fx import Node
 
 from sbpc.graph.ports import BUFFER, PARAMETER, SEED, results
-from sbpc.plans.memory import POSITION, Life, Moment, phase_of
+from sbpc.plans.memory import Life, phase_of
 from sbpc.plans.planned import PlannedStep
 from sbpc.plans.staged.chunk_programs import ChunkPrograms, Program
 from sbpc.plans.staged.part_memory import ADDED, GATHERED, HANDED, HOME, LEFT, SAVED, bytes_at, scope
 from sbpc.plans.staged.schedules import EARLY, LATE, STEP
 from sbpc.plans.staged.stage_memory import moments
 from sbpc.plans.staged.stage_parts import Parts
+from sbpc.plans.storages import POSITION, Moment
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COPIES, INPUTS = (
     "parameters",

@@ -21,7 +21,8 @@ from sbpc.graph.operands import operands
 from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.measure import dims_at
-from sbpc.plans.memory import WHOLE, Life, sizes_of
+from sbpc.plans.memory import Life
+from sbpc.plans.storages import WHOLE, sizes_of
 
 Sizes = Sequence[sympy.Symbol]  # of the axes of the mesh
 

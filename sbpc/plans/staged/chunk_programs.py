@@ -186,7 +186,15 @@ class ChunkPrograms:
 
     def scheduled(self, boxed: GraphModule) -> GraphModule:
         """Returns a boxed graph in the order in which it runs."""
-        return self.chunk.rewriter.schedule(boxed, self.chunk.mesh, *self.budget()) if self.overlaps else boxed
+        if not self.overlaps:
+            return boxed
+        tried = self.tried if boxed is self.boxed else None
+        return self.chunk.rewriter.schedule(boxed, self.chunk.mesh, *self.budget(), orders=tried)
+
+    @functools.cached_property
+    def tried(self) -> Any:
+        """The orders of `boxed` that are tried, see `Orders`, and what its calls occupy."""
+        return self.chunk.rewriter.tried(self.boxed, self.chunk.mesh)
 
     def local_at(self, which: Parts, adding: bool, rank: int) -> GraphModule:
         """Returns the program of a rank. Behind the placeholders of `program` come those of its position on each

@@ -24,7 +24,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.plans.chunk import Chunk
 from sbpc.plans.cost import Kernel, Terms, Transfer
 from sbpc.plans.measure import kernels_and_transfers, sum_kernel
-from sbpc.plans.memory import POSITION, Life
+from sbpc.plans.memory import Life
 from sbpc.plans.memory_formula import bytes_of, largest, moments_of, storage_formulas, total
 from sbpc.plans.staged.chunk_cost import ChunkCost
 from sbpc.plans.staged.chunk_programs import ChunkPrograms
@@ -34,6 +34,7 @@ from sbpc.plans.staged.pipeline_cost import Pipeline
 from sbpc.plans.staged.schedules import BREADTH_FIRST, LATE, STEP
 from sbpc.plans.staged.stage_memory import moments
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
+from sbpc.plans.storages import POSITION
 from sbpc.plans.symbolic_sizes import formula, name_dims, symbol
 
 T = TypeVar("T")

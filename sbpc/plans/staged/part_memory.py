@@ -13,10 +13,11 @@ from torch.fx import Node
 from sbpc.graph.ports import TANGENT, Port, placeholders, results
 from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.memory import POSITION, Life
+from sbpc.plans.memory import Life
 from sbpc.plans.staged.chunk_programs import ChunkPrograms, Program, pieces_in
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, LATE, WEIGHTS, piece_of
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
+from sbpc.plans.storages import POSITION
 
 GATHERED, SAVED, HANDED, HOME, ADDED, LEFT = "gathered", "saved", "handed", "home", "added", "left"  # see `kept_by`
 # the second: of parts, whose gradients may be the first ones, what comes early or late
