@@ -16,6 +16,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.passes.schedule.list_schedule import RULES, Buckets, ListScheduler, Order
 from sbpc.plans.measure import sent_by
 from sbpc.plans.memory import Life, local_bytes
+from sbpc.plans.stored_order import Numbers, order_of
 from sbpc.plans.timeline import COMPUTE, Clock, Span, Work, kind_of, unpacking, works
 
 WINDOWS = math.inf, 256, 64, 16, 0  # calls that one may run ahead of the first that has not run
@@ -31,7 +32,9 @@ def wait(x: Tensor) -> Tensor:
     return x
 
 
-def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None, room: float = 0.0) -> GraphModule:
+def schedule(
+    boxed: GraphModule, mesh: Mesh, budget: float | None = None, room: float = 0.0, stored: Numbers | None = None
+) -> GraphModule:
     """Returns the fastest of the scheduled graphs whose bytes alive, at their peak, stay within a budget; else the
     order of `boxed`.
 
@@ -41,8 +44,10 @@ def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None, room: 
     something a node `wait(x)` with `meta["awaits"]`, which all its readers read. budget: bytes besides the
     optimizer's; by default SLACK times those of the graph as it is, and what the panels of one product hold
     together, as without panels. room: bytes that it may take instead where the step is shorter by
-    GAIN so.
+    GAIN so. stored: an order that was found before, which is taken if it is one. Raises VerifyError if it is none.
     """
+    if stored is not None:
+        return ordered(boxed, *order_of(boxed, mesh, stored))
     calls = [node for node in boxed.graph.nodes if node.op == "call_function"]
     work = works(boxed, mesh)
     if all(work[node].stream == COMPUTE for node in calls):
