@@ -18,6 +18,7 @@ from sbpc.passes.schedule.list_schedule import RULES, Buckets, ListScheduler, Or
 from sbpc.plans.measure import sent_by
 from sbpc.plans.memory import Life
 from sbpc.plans.storages import Storages, local_bytes
+from sbpc.plans.stored_order import Numbers, order_of
 from sbpc.plans.timeline import COMPUTE, Clock, Span, Work, kind_of, unpacking, works
 
 WINDOWS = math.inf, 256, 64, 16, 0  # calls that one may run ahead of the first that has not run
@@ -35,7 +36,12 @@ def wait(x: Tensor) -> Tensor:
 
 
 def schedule(
-    boxed: GraphModule, mesh: Mesh, budget: float | None = None, room: float = 0.0, orders: Orders | None = None
+    boxed: GraphModule,
+    mesh: Mesh,
+    budget: float | None = None,
+    room: float = 0.0,
+    orders: Orders | None = None,
+    stored: Numbers | None = None,
 ) -> GraphModule:
     """Returns the fastest of the scheduled graphs whose bytes alive, at their peak, stay within a budget; else the
     order of `boxed`.
@@ -46,15 +52,18 @@ def schedule(
     something a node `wait(x)` with `meta["awaits"]`, which all its readers read. budget: bytes besides the
     optimizer's; by default SLACK times those of the graph as it is, and what the panels of one product hold
     together, as without panels. room: bytes that it may take instead where the step is shorter by
-    GAIN so. orders: of `boxed`, where some are made already.
+    GAIN so. orders: of `boxed`, where some are made already. stored: an order that was found before, which is taken
+    if it is one. Raises VerifyError if it is none.
     """
+    if stored is not None:
+        return ordered(boxed, *order_of(boxed, mesh, stored))
     orders = Orders(boxed, mesh) if orders is None else orders
     if not orders.sends:
         return boxed
-    storages, stored = Storages(boxed, mesh), [(node, False) for node in boxed.graph.nodes if node.op in STORED]
+    storages, ports = Storages(boxed, mesh), [(node, False) for node in boxed.graph.nodes if node.op in STORED]
 
     def peak_of(order: Order, buckets: Buckets) -> int:
-        return Life.in_order(storages, [*stored, *order], buckets).peak
+        return Life.in_order(storages, [*ports, *order], buckets).peak
 
     in_turn = [(node, False) for node in orders.calls]
     most = SLACK * (peak_of(in_turn, {}) + panel_bytes(boxed, mesh)) if budget is None else budget

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from sbpc.plans.staged.loop_checks import mistakes
 from sbpc.plans.symbolic_sizes import name_dims
 from sbpc.runtime.exported import load_programs, module_of, weights_beside
 
+ROUNDING = 1e-9  # fraction by which sums of the same numbers may differ
 TRAIN = "train"  # the step that a file of stages holds
 ABOUT = ("train", "model", "dtype", "eval", "left_out", "guards", "loss")  # what the options of a plan say of its step
 
@@ -111,8 +112,26 @@ def plan_in(decoder: Decoder, known: bool = False) -> Plan:
             raise decoder.fail(mistake)
     if not known:
         verify_boxed(plan.boxed, mesh) if loop is None else plan.verify()
+        for mistake in (*wrong_orders(plan, body), *wrong_bounds(plan)):
+            raise decoder.fail(mistake)
         str(plan)
     return plan
+
+
+def wrong_orders(plan: Plan, body: Mapping[str, Any]) -> Iterator[str]:
+    """Yields which chunks have not the orders of their programs, or others. body: of the file."""
+    for at, (chunk, programs) in enumerate(zip(body["chunks"], plan.programs)):
+        said = chunk.get("orders")  # None of an earlier version
+        if said not in (None, [[list(which), numbers] for which, numbers in programs.orders(plan.tally(at))]):
+            yield f"chunk {at} has orders of other programs than it runs"
+
+
+def wrong_bounds(plan: Plan) -> Iterator[str]:
+    """Yields bounds that the plan itself is below."""
+    cost, most = plan.cost, 1 + ROUNDING
+    for bound, paid in ((plan.lower_bound, cost.paid), (plan.serial_bound, cost.compute_seconds + cost.comm_seconds)):
+        if bound > most * paid:
+            yield f"no plan is to cost less than {bound:.6g}, and this one costs {paid:.6g}"
 
 
 def chunk_in(decoder: Decoder, mesh: Mesh, options: Options, dynamic: Mapping[str, Any] | None, known: bool) -> Chunk:
@@ -132,7 +151,8 @@ def chunk_in(decoder: Decoder, mesh: Mesh, options: Options, dynamic: Mapping[st
     unflatten(ports.results, [None] * sum(port.kind == OUTPUT for port in ports.outputs))
     unflatten(ports.arguments, [None] * len(names))
     named: dict[str, Any] = decoder.named()
-    chunk = Chunk(mesh, gm, assignment, rewriter_of(options), **named)
+    orders = {tuple(which): numbers for which, numbers in decoder.body.get("orders", ())}
+    chunk = Chunk(mesh, gm, assignment, rewriter_of(options), orders=orders, **named)
     if not known:
         verify_boxed(chunk.unscheduled, mesh)
     verify_sent(gm, chunk.unscheduled, options)

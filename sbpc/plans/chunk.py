@@ -23,6 +23,7 @@ from sbpc.mesh.states import B, Names
 from sbpc.plans.measure import lacks_rule, replicated
 from sbpc.plans.staged.schedules import FORWARD, INPUTS
 from sbpc.plans.staged.stage_parts import Parts, parts_of
+from sbpc.plans.stored_order import Numbers
 from sbpc.rules.choices import Choice
 
 T = TypeVar("T")
@@ -76,7 +77,8 @@ class Chunk:
     bare: the graph at global shapes. assignment: its layouts. ready: annotates and checks the graph when it is first
     asked for, as of equal chunks most never are; None where that is done. arguments: by input, the name of the
     body's input. results: by output, the number of the body's output. receives, sends: by port, the name of the
-    value that crosses between chunks.
+    value that crosses between chunks. orders: by parts of a step the order of the program that runs them, where it was
+    found before, see `sbpc.plans.stored_order`.
     """
 
     mesh: Mesh
@@ -88,6 +90,7 @@ class Chunk:
     results: dict[Port, int] = field(default_factory=dict)
     receives: dict[Port, str] = field(default_factory=dict)
     sends: dict[Port, str] = field(default_factory=dict)
+    orders: dict[Parts, Numbers] = field(default_factory=dict, repr=False, compare=False)
 
     @functools.cached_property
     def annotated(self) -> GraphModule:

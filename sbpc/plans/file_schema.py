@@ -14,6 +14,7 @@ from sbpc.graph.about import EXCHANGE, FLOAT32, PANEL_OF, RECOMPUTES, REDUCE, SE
 from sbpc.graph.ports import INPUTS, OUTPUTS
 from sbpc.mesh.collectives import EIGHT_BITS
 from sbpc.plans.options import GATHERED, OBJECTIVES, OPTIMIZER_STATE, OVERFLOWS, REDUCTIONS
+from sbpc.plans.staged.stage_parts import PARTS
 
 # the first place within a value that does not fit, with what stands there; None if all fits. Plain loops: a large
 # model's file has some 200,000 places
@@ -183,7 +184,7 @@ NAMED = many(row(one_of(*INPUTS, *OUTPUTS), NAME, either(INTEGER, NAME)))  # por
 CHUNK = record({
     **GRAPH, "ports": PORTS, "choices": table(choice), "aliases": many(row(IDENTIFIER, INTEGER, NAME)),
     "outputs": LAYOUTS, "arguments": NAMED, "results": NAMED, "receives": NAMED, "sends": NAMED,
-})  # fmt: skip
+}, {"orders": many(row(many(one_of(*PARTS)), many(either(INTEGER, INTEGERS))))})  # fmt: skip
 LOOP = record({
     "count": COUNT, "in_loop": many(row(NAME, NAME)), "joins": many(either(INTEGER, NAME)), "before": record(GRAPH),
     "after": record(GRAPH), "inputs": table(row(NAME, INTEGER, either(NONE, INTEGER))),

@@ -19,7 +19,7 @@ from sbpc.plans.file_schema import misfit
 from sbpc.rules.registry import TABLE
 
 FORMAT = "sbpc plan"
-VERSION = 4
+VERSION, FIRST = 5, 4  # that are written, and the first that are read: without the orders of programs
 NAMESPACES = ("aten", "prims", "sbpc")
 TRACE, TRACES = "stack_trace", "traces"  # of a node, the number of its lines of the source among those of the file
 PARTS = frozenset({"chunks", "loop", "before", "after", "programs", "steps"})  # where a file has graphs
@@ -94,8 +94,8 @@ def read(path: Path) -> dict[str, Any]:
         raise PlanError(f"{no_plan}: {error}{todo}") from error
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         raise PlanError(no_plan + todo)
-    if head.get("version") != VERSION:
-        raise PlanError(f"{path} has version {shown(head.get('version'))}, this sbpc reads {VERSION}\n  Plan anew.")
+    if type(version := head.get("version")) is not int or not FIRST <= version <= VERSION:
+        raise PlanError(f"{path} has version {shown(version)}, this sbpc reads {FIRST} to {VERSION}\n  Plan anew.")
     if not body.endswith("\n") or hashlib.sha256(body[:-1].encode()).hexdigest() != head.get("sha256"):
         raise PlanError(f"{path} is damaged: its checksum does not match\n  Copy it again, or plan anew.")
     try:

@@ -52,9 +52,12 @@ def encode(plan: Plan) -> dict[str, Any]:
         "cluster": plan.mesh.cluster.figures(),
         "ports": asdict(plan.ports),
         "options": encode_options(plan.options),
-        "lower_bound": plan.lower_bound,
-        "serial_bound": plan.serial_bound,
-        "chunks": [encode_chunk(chunk) for chunk in plan.chunks],
+        "lower_bound": plan.cost.lower_bound,
+        "serial_bound": min(plan.serial_bound, plan.cost.serial_bound),
+        "chunks": [
+            encode_chunk(chunk) | {"orders": cost.programs.orders(plan.tally(at))}
+            for at, (chunk, cost) in enumerate(zip(plan.chunks, plan.chunk_costs))
+        ],
         "loop": None if plan.loop is None else encode_loop(plan.loop, plan.in_loop),
     }
 
@@ -214,8 +217,7 @@ class Decoder:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Turns any error into a PlanError that names the file: whatever nonsense it holds, it is the file that is
-        wrong."""
+        """Turns any error into a PlanError that names the file: whatever nonsense it holds, the file is wrong."""
         try:
             yield
         except PlanError:
@@ -314,10 +316,8 @@ class Decoder:
 
     def op(self, name: str, collective: bool) -> OpOverload:
         """Returns the op of a name. Nothing outside the known namespaces of torch.ops is reached."""
-        parts, no_op = (
-            name.split("."),
-            f"{name!r} is no op that a plan may call, unless sbpc.rule gives it a rule first",
-        )
+        parts = name.split(".")
+        no_op = f"{name!r} is no op that a plan may call, unless sbpc.rule gives it a rule first"
         if not collective and (len(parts) != 3 or (parts[0] not in NAMESPACES and name not in map(str, TABLE))):
             raise self.fail(no_op)
         try:
@@ -359,7 +359,10 @@ class Decoder:
 
     def mesh(self) -> Mesh:
         """Returns the mesh with its cluster."""
-        mesh = Mesh(cluster=Cluster.of(self.body["cluster"], "its cluster"), **dict(self.body["mesh"]))
+        axes = dict(self.body["mesh"])
+        if len(axes) < len(self.body["mesh"]):
+            raise self.fail("two axes of its mesh have one name")
+        mesh = Mesh(cluster=Cluster.of(self.body["cluster"], "its cluster"), **axes)
         return mesh.routed(self.options().routed)
 
     def layouts(self, key: str) -> list[Layout | None]:

@@ -327,7 +327,7 @@ class PlannedStep(Pipeline):
 
     def with_layouts(self: T, assignment: Assignment, **others: Any) -> T:
         """Returns the plan of one chunk in other layouts. others: fields that are to be others."""
-        return replace(self, chunks=[replace(self.chunk, assignment=assignment)], **others)
+        return replace(self, chunks=[replace(self.chunk, assignment=assignment, orders={})], **others)
 
     def verify(self) -> int:
         """Checks every edge, and returns their number: states type-check, shapes agree, gradients land at home and

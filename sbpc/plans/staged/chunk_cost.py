@@ -215,7 +215,7 @@ class Numbers:
 
 def likeness(chunk: Chunk, in_loop: Container[Port], numbers: Numbers) -> Hashable:
     """Returns what is equal for chunks that cost the same: calls in order, with shapes, layouts and what is in the
-    loop, but no names."""
+    loop, the orders that are known, but no names."""
     number = {node: at for at, node in enumerate(chunk.bare.graph.nodes)}
     kinds = {node: (port.kind, port in in_loop) for port, node in placeholders(chunk.bare).items()}
     choices, aliases = chunk.assignment.choices, chunk.assignment.aliases
@@ -231,7 +231,7 @@ def likeness(chunk: Chunk, in_loop: Container[Port], numbers: Numbers) -> Hashab
         return called, read, values, node.meta.get("phase"), *layouts, is_recomputed(node)
 
     ends = [(port.kind, port in in_loop, layout) for port, layout in chunk.left.items()]
-    return tuple(map(about, chunk.bare.graph.nodes)), tuple(ends)
+    return tuple(map(about, chunk.bare.graph.nodes)), tuple(ends), repr(chunk.orders)
 
 
 class JoinedCost(ChunkCost):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import ChainMap
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -36,7 +36,8 @@ from sbpc.plans.chunk import Chunk
 from sbpc.plans.measure import dims_at, layout_at
 from sbpc.plans.memory import Life
 from sbpc.plans.staged.schedules import INPUTS, WEIGHTS
-from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts, calls_in, parts_of, summand
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE, MEASURED, PARTS, Parts, calls_in, parts_of, summand
+from sbpc.plans.stored_order import Numbers, numbered
 from sbpc.plans.timeline import bucket_of, is_awaited
 
 
@@ -74,10 +75,9 @@ class ChunkPrograms:
 
     in_loop: see `parts_of`. overlaps: whether collectives run beside computing. budget: see `schedule`. goes_on:
     whether its stage has other chunks to run while its gradients are on their way home, and its parameters on theirs
-    here. parts: by node of the boxed
-    graph. homes: by node in which a gradient ends, the node whose values add up. accumulated, home: by port of a
-    gradient, their names. fixed, own: by port of what all micro-batches read, and of what each has of its own, the
-    name. outputs: by port of an OUTPUT.
+    here. parts: by node of the boxed graph. homes: by node in which a gradient ends, the node whose values add up.
+    accumulated, home: by port of a gradient, their names. fixed, own: by port of what all micro-batches read, and of
+    what each has of its own, the name. outputs: by port of an OUTPUT.
     """
 
     def __init__(
@@ -173,10 +173,10 @@ class ChunkPrograms:
         adding = adding and which != PARTS
         if (which, adding) not in self.known:
             if which == PARTS:
-                self.known[which, adding] = whole(self.boxed, self.scheduled(self.boxed))
+                self.known[which, adding] = whole(self.boxed, self.scheduled(self.boxed, which))
             elif adding:
                 program = extracted(self, which)
-                program = replace(program, gm=self.scheduled(program.gm))
+                program = replace(program, gm=self.scheduled(program.gm, which))
                 apart = self.overlaps and self.goes_on and len(which) > 1
                 program = early_first(self, program) if apart and BEFORE in which else program
                 self.known[which, adding] = late_last(self, program) if apart and AFTER in which else program
@@ -184,17 +184,27 @@ class ChunkPrograms:
                 self.known[which, adding] = without_sums(self, which, self.program(which))
         return self.known[which, adding]
 
-    def scheduled(self, boxed: GraphModule) -> GraphModule:
-        """Returns a boxed graph in the order in which it runs."""
+    def scheduled(self, boxed: GraphModule, which: Parts) -> GraphModule:
+        """Returns the boxed graph of some parts in the order in which it runs."""
         if not self.overlaps:
             return boxed
-        tried = self.tried if boxed is self.boxed else None
-        return self.chunk.rewriter.schedule(boxed, self.chunk.mesh, *self.budget(), orders=tried)
+        stored = self.chunk.orders.get(which)
+        tried = self.tried if boxed is self.boxed and stored is None else None
+        return self.chunk.rewriter.schedule(boxed, self.chunk.mesh, *self.budget(), tried, stored)
 
     @functools.cached_property
     def tried(self) -> Any:
         """The orders of `boxed` that are tried, see `Orders`, and what its calls occupy."""
         return self.chunk.rewriter.tried(self.boxed, self.chunk.mesh)
+
+    def orders(self, kinds: Collection[Parts]) -> list[tuple[Parts, Numbers]]:
+        """Returns for files the orders of the programs of some parts, and in a loop of those that are measured besides;
+        none of those that wait for every collective at once."""
+        kinds = [*kinds] if PARTS in kinds else [*kinds, *MEASURED]
+        which = [*dict.fromkeys(map(self.of, kinds))] if self.overlaps else []
+        boxed = [self.boxed if each == PARTS else extracted(self, each).gm for each in which]
+        found = [(each, numbered(gm, self.program(each).gm)) for each, gm in zip(which, boxed)]
+        return [(each, numbers) for each, numbers in found if numbers]
 
     def local_at(self, which: Parts, adding: bool, rank: int) -> GraphModule:
         """Returns the program of a rank. Behind the placeholders of `program` come those of its position on each

@@ -34,6 +34,8 @@ from sbpc.rules.sum_types import begins_sums, ends_sums
 BEFORE, AFTER, FREE = "before", "after", "free"
 PARTS = (BEFORE, FORWARD, INPUTS, WEIGHTS, AFTER)
 Parts = tuple[str, ...]  # those that one program runs
+# the programs of a loop that are measured for its cost and its report, whether they run so or not
+MEASURED: tuple[Parts, ...] = (BEFORE,), (FORWARD,), (INPUTS,), (AFTER,), (INPUTS, WEIGHTS)
 
 
 def parts_of(gm: GraphModule, in_loop: Container[Port] | None = ()) -> dict[Node, str]:
