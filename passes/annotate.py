@@ -98,19 +98,20 @@ def set_candidates(node: Node, candidates: Candidates) -> None:
 def annotate_call(node: Node, known: dict[Any, Candidates]) -> None:
     """Matches one call with its rule. A call without one is replicated, and the plan's notes say what that costs.
 
-    known: candidates by id of their match, which calls that are alike share.
+    known: candidates by id of their match, and whether sums end there: calls that are alike share them. So equal
+    blocks have equal tables, and are found.
     """
     matched = match_of(node)
     if matched is None:
         require_dense(node)
         return set_candidates(node, of_replicated(len(operands(node)), outputs_of(node)))
     node.meta["match"] = matched
-    if id(matched) not in known:
-        known[id(matched)] = of_match(matched)
-    found = known[id(matched)]
-    if ends_sums(node):
-        found = replace(found, signatures=tuple(each for each in found.signatures if P not in each.inputs))
-    return set_candidates(node, found)
+    key = id(matched), ends_sums(node)
+    if key not in known:
+        found = of_match(matched)
+        kept = tuple(each for each in found.signatures if P not in each.inputs)
+        known[key] = replace(found, signatures=kept) if ends_sums(node) else found
+    return set_candidates(node, known[key])
 
 
 def require_dense(node: Node) -> None:

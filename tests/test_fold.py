@@ -156,6 +156,16 @@ def test_layers_of_a_model_fold_and_the_plan_costs_what_its_graph_costs():
     assert plan.cost.lower_bound <= plan.cost.seconds and plan.cost.gap <= 0.02
 
 
+def test_layers_held_in_16_bits_fold_though_casts_end_the_sums_of_their_gradients():
+    torch.manual_seed(0)
+    model, args = models.gpt2(layers=6, batch=8, seq=8, vocab=32, width=16, heads=4)
+    plan = sbpc.plan(model.bfloat16(), args, Mesh(x=2, y=2, cluster="h100"), objective="serial")
+    assert plan.options.masters
+    space = Space(plan.graph, plan.mesh, {}, {})
+    counts = np.bincount(np.unique(space.classes(), return_inverse=True)[1])
+    assert len(counts) < 0.5 * len(space.variables) and counts.max() in (5, 6)
+
+
 class Steps(torch.nn.Module):
     """A recurrent net, written out in steps that each take a part of the input."""
 

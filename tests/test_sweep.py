@@ -13,6 +13,7 @@ import sbpc
 from sbpc import Mesh
 from sbpc.api.sweep import SweepRow, meshes
 from sbpc.cli.main import main
+from sbpc.errors import MeshError, PlanError
 from tests import models
 from tests.matmul_bound import matmul_words
 
@@ -100,6 +101,49 @@ def test_what_sweep_cannot_do_is_refused() -> None:
         sbpc.sweep(model, args, devices=8, objective="joy")
     with pytest.raises(sbpc.SbpcError, match=r"axes is 2\.5\n  Give an integer"):
         sbpc.sweep(model, args, devices=8, axes=2.5)  # type: ignore[arg-type]
+
+
+def test_progress_that_cannot_be_called_as_it_is_called_is_refused_before_anything_is_planned() -> None:
+    model, args = models.mlp()
+    for wrong in (lambda: None, lambda number, count: None, lambda a, b, c, d: None):
+        with pytest.raises(MeshError, match=r"not take three arguments\n  Give a function .*number, count, m"):
+            sbpc.sweep(model, args, devices=2, progress=wrong)  # type: ignore[arg-type]
+    seen: list[Any] = []
+    rows = sbpc.sweep(model, args, devices=4, progress=lambda *told: seen.append(told))
+    assert [told[:2] for told in seen[:2]] == [(0, 2), (1, 2)] and seen[0][2] in [row.mesh for row in rows]
+
+
+def test_of_more_axes_that_gain_nothing_plans_are_quick_and_legal_and_the_best_is_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, args = models.gpt2(layers=1, batch=16, seq=8, vocab=32, width=16, heads=4)
+    every = sbpc.sweep(model, args, devices=8, cluster="h100")
+    assert not any(row.quick for row in every)
+    monkeypatch.setattr("sbpc.api.sweep.few_calls", lambda gm: False)
+    rows = sbpc.sweep(model, args, devices=8, cluster="h100")
+    assert {row.mesh for row in rows} == {row.mesh for row in every} and not rows[0].quick
+    assert rows[0].cost == pytest.approx(every[0].cost, rel=5e-3)  # what PAYS says
+    whole = {row.mesh: row.cost for row in every}
+    for row in rows:
+        assert row.cost == row.plan.cost.step_seconds and row.plan.cost.lower_bound <= row.plan.cost.seconds
+        assert row.plan.verify() > 0
+        assert row.quick or row.cost <= whole[row.mesh]
+    assert [row.mesh.sizes for row in rows if row.quick] == [(2, 2, 2)]
+
+
+def test_when_the_seconds_are_over_every_mesh_has_a_quick_plan() -> None:
+    model, args = models.mlp()
+    rows = sbpc.sweep(model, args, devices=8, cluster="h100", seconds=0)
+    assert len(rows) == 3 and all(row.quick for row in rows)
+    assert [row.cost for row in rows] == sorted(row.plan.cost.step_seconds for row in rows)
+    again = sbpc.sweep(model, args, devices=8, cluster="h100", seconds=1e6)
+    assert not any(row.quick for row in again) and again[0].cost <= rows[0].cost * (1 + 1e-2)
+
+
+def test_what_is_wrong_on_every_mesh_is_said_of_none() -> None:
+    model, args = models.mlp()
+    with pytest.raises(PlanError, match=r"^routing=1\.5 of a step in which no rows of experts were found"):
+        sbpc.sweep(model, args, devices=4, routing=1.5)
 
 
 def test_sweep_on_the_command_line_prints_rows_or_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,6 +131,12 @@ class Overlap:
         return faster if faster.cost.seconds < plan.cost.seconds else None, bound * self.share
 
 
+def at_equal_weights(mesh: Mesh, layouts_at: LayoutsAt) -> Assignment:
+    """Returns the assignment that is found where streams count alike: mostly about as good as any that is found."""
+    streams = streams_of(mesh)
+    return layouts_at(dict.fromkeys(streams, 1 / len(streams))).solve(bounded=False)[0]
+
+
 def choose(
     plan: Plan,
     options: Options,
@@ -146,7 +152,7 @@ def choose(
     plan: the fastest one where nothing overlaps, with its bound and its prover; it fits into the memory that
     `options` name. options: of the plan to be returned. layouts_at: makes the layout problem at some weights.
     made: makes the plan of an assignment. where_it_counts: None where that takes long. rounds: how many weights are
-    tried, equal ones first; none: nothing is solved.
+    tried, equal ones first; none: nothing is solved, and the bound is that of computing alone.
     """
     streams, prover = streams_of(plan.mesh), Overlap.of(plan)
     known, candidates = [plan.assignment], [overlapped(plan, options)]
@@ -159,8 +165,7 @@ def choose(
 
     for other in others:
         offer(other)
-    if rounds:
-        prover.improve_by_computing(layouts_at)
+    prover.improve_by_computing(layouts_at)
     for turn in range(rounds):
         weights = equal
         if turn or not has_latency(plan.mesh):  # without latencies the plan is that of equal weights

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,18 +17,21 @@ from torch.fx import GraphModule
 
 from sbpc.api.candidates import candidates
 from sbpc.api.checks import checked
-from sbpc.api.experts import routed, routed_on
+from sbpc.api.experts import routed_on
 from sbpc.api.short_model import short_model
-from sbpc.api.strategies import Search
+from sbpc.api.strategies import Search, StrategyRow
 from sbpc.api.task import Task, prepare
 from sbpc.errors import MemoryLimitError, MeshError, SbpcError, check_kinds, least_of, shown
 from sbpc.mesh.cluster import COLLECTIVES, Cluster
 from sbpc.mesh.mesh import Mesh
+from sbpc.passes.pipeline import few_calls
 from sbpc.plans.options import BYTES, ERROR, NONE, Options
 from sbpc.plans.plan import Plan
 from sbpc.rules.choices import may_cut
 
 log = logging.getLogger("sbpc")
+SECONDS = 45.0  # of a search of strategies
+PAYS = 5e-3  # part of the cost that meshes with one more axis must save for those with two more to be planned whole
 AXES = "abcd"  # what the axes are called, outermost first
 Progress = Callable[[int, int, Mesh], None]
 
@@ -33,7 +39,8 @@ Progress = Callable[[int, int, Mesh], None]
 @dataclass(frozen=True)
 class SweepRow:
     """A mesh and the plan on it. cost: by what rows are ranked, a number: seconds of a training step, the optimizer's
-    update among them, or bytes that the busiest rank sends.
+    update among them, or bytes that the busiest rank sends. quick: whether the plan is the first that was found, and no
+    better one was looked for: `sbpc.plan` on this mesh may find one.
 
     `plan.cost` has all the figures, `plan.usage` the share of the peak and tokens a second.
     """
@@ -41,6 +48,7 @@ class SweepRow:
     mesh: Mesh
     plan: Plan
     cost: float
+    quick: bool = False
 
 
 def sweep(
@@ -57,7 +65,7 @@ def sweep(
     stages: bool = False,
     microbatches: bool = False,
     recompute: str = "none",
-    seconds: float = 45.0,
+    seconds: float | None = None,
     capacity: float | None = None,
     overflow: str = ERROR,
     routing: float = 1.0,
@@ -72,13 +80,15 @@ def sweep(
     cluster: a `Cluster`, the name of one, None for "ideal". step: what else `sbpc.plan` takes of a step (kwargs,
     loss, targets, train, dtype, capture). The other options are those of `sbpc.plan`, as are capacity, overflow and
     routing for rows of experts. progress: called with the number of the mesh, of how many, and the mesh.
+    seconds: CPU seconds after which plans are quick, by default none. Where one more axis has gained less than half a
+    percent, those of large models on meshes of yet more axes are, too; `.quick` says so, and the first row is not.
 
     stages, microbatches, recompute: search whole strategies (`sbpc.api.strategies`): with stages of a pipeline, with
     several micro-batches, with what `recompute` of `sbpc.plan` says. Rows are then a `StrategyRow` each: `.mesh`
     with the axes pipe, data and tensor, or expert, over which ranks of several nodes may share out rows of experts;
-    `.stages`, `.schedule`, `.microbatches`, `.recompute`, `.cost` with what it
-    is made of, `.lower_bound`, and `.plan`, which is made when it is asked for. seconds: CPU seconds after which the
-    search looks at no further strategy. What has no row stands in `.refused` of every row, with the reason.
+    `.stages`, `.schedule`, `.microbatches`, `.recompute`, `.cost` with what it is made of, `.lower_bound`, and `.plan`,
+    which is made when it is asked for. seconds: CPU seconds after which the search looks at no further strategy, by
+    default 45. What has no row stands in `.refused` of every row, with the reason.
 
     >>> import sbpc, torch
     >>> rows = sbpc.sweep(torch.nn.Linear(8, 8), (torch.ones(4, 8),), devices=4, axes=1)
@@ -89,71 +99,137 @@ def sweep(
     `sbpc.plan` raises.
     """
     check_devices(devices, axes, progress)
-    rows_of_experts: dict[str, Any] = {"capacity": capacity, "overflow": overflow, "routing": routing}
-    options = checked(
-        None,
-        optimizer=optimizer,
-        objective=objective,
-        spread=spread,
-        memory=memory,
-        recompute=recompute,
-        **rows_of_experts,
-    )
-    check_kinds(model=(model, "an nn.Module"))
-    check_kinds(
-        stages=(stages, "True or False"),
-        microbatches=(microbatches, "True or False"),
-        seconds=(seconds, "a number of seconds"),
-    )
+    asked: dict[str, Any] = {"optimizer": optimizer, "memory": memory, "recompute": recompute}
+    asked |= {"capacity": capacity, "overflow": overflow, "routing": routing}
+    options = checked(None, objective=objective, spread=spread, **asked)
+    check_kinds(model=(model, "an nn.Module"), seconds=(seconds, "a number of seconds", "None"))
+    check_kinds(stages=(stages, "True or False"), microbatches=(microbatches, "True or False"))
     if stages or microbatches or recompute != NONE:
-        if spread or objective != "seconds":
-            raise SbpcError(
-                "spread= or objective= with a search of strategies\n  Leave it out: strategies are ranked by seconds."
-            )
-        few, lengths = short_model(model)
-        whole = functools.cache(lambda: prepare(model, args, **step))
-        short = prepare(few, args, **step)
-        gm, on = routed_on(short.gm, options, short.stages)
-        short = replace(short, gm=short.stages.with_sums(gm, replace(options, **short.about)))
-        found = candidates(short, lengths, devices, cluster, stages, microbatches, optimizer, memory)
-        found = [replace(each, mesh=on(each.mesh)[0]) for each in found]
-        search = Search(whole, short, lengths, optimizer, memory, recompute, seconds, rows_of_experts)
-        return search.rows(found, progress)
-    task = prepare(model, args, **step)
-    tried = meshes(devices, cluster, axes, stored_sizes(task.gm))
-    rows, errors = [], []
-    for number, mesh in enumerate(tried):
-        log.info("mesh %d of %d: %s", number + 1, len(tried), mesh)
-        if progress is not None:
-            progress(number, len(tried), mesh)
-        try:
-            rows.append(row_of(task.again(), mesh, options))
-        except MemoryLimitError as error:
-            errors.append(error)
-        except SbpcError as error:
-            raise type(error)(f"on {mesh}: {error}") from error
-    if not rows:
-        least = least_of(errors)
-        raise MemoryLimitError(f"on none of {len(tried)} meshes; on {least.nearest.mesh} {least}", least.nearest)
-    return sorted(rows, key=lambda row: (row.cost, len(row.mesh.axes), row.mesh.sizes))
+        among = devices, cluster, stages, microbatches
+        return strategies(model, args, step, options, among, SECONDS if seconds is None else seconds, progress)
+    task, on = for_all_meshes(prepare(model, args, **step), options)
+    tried = [on(mesh) for mesh in meshes(devices, cluster, axes, stored_sizes(task.gm))]
+    return rows_of(task, tried, progress, seconds)
 
 
 def check_devices(devices: Any, axes: Any, progress: Any) -> None:
-    """Raises MeshError unless `devices` and `axes` are numbers of devices and of axes."""
+    """Raises MeshError unless `devices` and `axes` are numbers of devices and of axes, and `progress` may be called."""
     if isinstance(devices, bool) or not isinstance(devices, int) or not 1 <= devices <= 1 << 20:
         raise MeshError(f"devices is {shown(devices)}\n  It is a number from 1 to {1 << 20:,}.")
     check_kinds(axes=(axes, "an integer"), progress=(progress, "a function", "None"))
     if not 1 <= axes <= len(AXES):
         raise MeshError(f"axes is {axes!r}\n  A mesh has 1 to {len(AXES)} axes.")
+    if progress is not None and not takes(progress, 0, 1, None):
+        raise MeshError(
+            f"progress is {shown(progress)}, which does not take three arguments\n  Give a function that is called as "
+            "progress(number, count, mesh): which mesh it is, of how many, and the mesh."
+        )
 
 
-def row_of(task: Task, mesh: Mesh, options: Options) -> SweepRow:
-    """Plans one mesh. The plan forgets the graphs that were made for its cost, and makes them again on use."""
-    gm, mesh, options = routed(task.gm, mesh, options, task.stages)
-    plan = replace(task, gm=gm).plan(mesh, options)
+def takes(function: Callable[..., Any], *args: Any) -> bool:
+    """Returns whether a function may be called with so many arguments, as far as its signature tells.
+
+    >>> takes(lambda number: None, 0, 1), takes(lambda *args: None, 0, 1), takes(max, 0, 1)
+    (False, True, True)
+    """
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError:
+        return False
+    except ValueError:  # it is built in, and has none
+        return True
+    return True
+
+
+def strategies(
+    model: nn.Module,
+    args: Sequence[Any],
+    step: Mapping[str, Any],
+    options: Options,
+    among: tuple[int, Cluster | str | None, bool, bool],
+    seconds: float,
+    progress: Progress | None,
+) -> list[StrategyRow]:
+    """Returns the rows of a search of whole strategies. among: how many devices of which cluster, whether with stages,
+    and whether with micro-batches."""
+    if options.spread or not options.overlaps:
+        what = "spread= or objective= with a search of strategies"
+        raise SbpcError(f"{what}\n  Leave it out: strategies are ranked by seconds.")
+    few, lengths = short_model(model)
+    whole = functools.cache(lambda: prepare(model, args, **step))
+    short, on = for_all_meshes(prepare(few, args, **step), options)
+    found = candidates(short, lengths, *among, options.optimizer, options.memory)
+    found = [replace(each, mesh=on(each.mesh)[0]) for each in found]
+    rows_of_experts = {name: getattr(options, name) for name in ("capacity", "overflow", "routing")}
+    about = options.optimizer, options.memory, options.recompute, seconds, rows_of_experts
+    return Search(whole, short, lengths, *about).rows(found, progress)
+
+
+def for_all_meshes(task: Task, options: Options) -> tuple[Task, Callable[[Mesh], tuple[Mesh, Options]]]:
+    """Returns a step with what is the same on all meshes: rows beyond a capacity dropped, sums in wider types; and
+    what makes of a mesh the mesh and the options with its shares of experts' rows."""
+    gm, on = routed_on(task.gm, options, task.stages)
+    return replace(task, gm=task.stages.with_sums(gm, replace(options, **task.about))), on
+
+
+def rows_of(
+    task: Task, tried: Sequence[tuple[Mesh, Options]], progress: Progress | None, seconds: float | None
+) -> list[SweepRow]:
+    """Returns the rows of a step on meshes, with the options on each, best first. Raises MemoryLimitError if the step
+    fits on none. tried: fewest axes first.
+
+    A mesh has the plans of each mesh whose axes are its own, merged. So where one more axis has gained less than PAYS,
+    a graph of many calls gets a quick plan on meshes of more axes, and where `seconds` are over, any graph does. What
+    is best then is planned as well as can be.
+    """
+    start, best, quick, made = time.process_time(), math.inf, False, list[SweepRow | MemoryLimitError]()
+    plan_on = functools.partial(attempted, task, progress=progress)
+
+    def late() -> bool:
+        return seconds is not None and time.process_time() - start > seconds
+
+    for _, group in itertools.groupby(tried, lambda each: len(each[0].axes)):
+        level = [plan_on(on, (len(made) + at, len(tried)), quick or late()) for at, on in enumerate(group)]
+        least = min((row.cost for row in level if isinstance(row, SweepRow)), default=math.inf)
+        quick = quick or (not few_calls(task.gm) and least > best * (1 - PAYS))
+        made, best = made + level, min(best, least)
+    rows = ranked(row for row in made if isinstance(row, SweepRow))
+    if not rows:
+        least_error = least_of([error for error in made if isinstance(error, MemoryLimitError)])
+        what = f"on none of {len(tried)} meshes; on {least_error.nearest.mesh} {least_error}"
+        raise MemoryLimitError(what, least_error.nearest)
+    asked = {on[0].sizes: on for on in tried}
+    while rows[0].quick and not late():
+        again = plan_on(asked[rows[0].mesh.sizes], (len(tried), len(tried) + 1), False)
+        found = [rows[0], again] if isinstance(again, SweepRow) else rows[:1]
+        rows = ranked([replace(min(found, key=lambda row: row.cost), quick=False), *rows[1:]])
+    return rows
+
+
+def ranked(rows: Iterable[SweepRow]) -> list[SweepRow]:
+    """Returns rows, best first, of equal ones that with the fewest axes."""
+    return sorted(rows, key=lambda row: (row.cost, len(row.mesh.axes), row.mesh.sizes))
+
+
+def attempted(
+    task: Task, on: tuple[Mesh, Options], place: tuple[int, int], quick: bool, progress: Progress | None
+) -> SweepRow | MemoryLimitError:
+    """Returns the row of a mesh with the options on it, or the error where the step does not fit. The plan forgets the
+    graphs that were made for its cost, and makes them again on use. place: number of the plan, of how many."""
+    mesh, options = on
+    log.info("plan %d of %d: %s", place[0] + 1, place[1], mesh)
+    if progress is not None:
+        progress(*place, mesh)
+    quick = quick and options.overlaps  # else it takes little more to find the best
+    try:
+        plan = task.again().plan(mesh, options, quick)
+    except MemoryLimitError as error:
+        return error
+    except SbpcError as error:
+        raise type(error)(f"on {mesh}: {error}") from error
     cost = plan.cost.step_seconds if plan.cost.objective != BYTES else plan.cost.paid
     plan.forget()
-    return SweepRow(mesh, plan, cost)
+    return SweepRow(mesh, plan, cost, quick and not plan.serial_bound)  # what has one was planned whole, as to fit
 
 
 def meshes(devices: int, cluster: Cluster | str | None, axes: int, stored: Sequence[int] = ()) -> list[Mesh]:

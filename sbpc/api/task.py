@@ -94,8 +94,8 @@ class Task:
         return self.plan(mesh, options)
 
     @uncollected()
-    def plan(self, mesh: Mesh, asked: Options) -> Plan:
-        """Returns the plan on `mesh` in one piece, without stages."""
+    def plan(self, mesh: Mesh, asked: Options, quick: bool = False) -> Plan:
+        """Returns the plan on `mesh` in one piece, without stages. quick: whether the first that is found will do."""
         if asked.recompute == AUTO and asked.forms is None and asked.memory is not None:
 
             def planned(**other: Any) -> Plan:
@@ -114,7 +114,7 @@ class Task:
             wished = wishes(gm, mesh, options, whole)
             experts = None if asked.baseline else partial(expert_alternatives, gm, mesh, wished.nodes, whole)
             try:
-                plan = finish(gm, mesh, wished, options, self.stages, experts)
+                plan = finish(gm, mesh, wished, options, self.stages, experts, quick=quick)
             except MemoryLimitError as error:
                 if asked.panels == 1 or asked.baseline is not None or (asked.panels is None and not few_calls(gm)):
                     raise

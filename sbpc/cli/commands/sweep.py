@@ -40,7 +40,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--recompute", choices=RECOMPUTE, default=NONE, help="what the backward computes again (default: none)"
     )
     parser.add_argument(
-        "--seconds", type=float, default=45.0, metavar="S", help="CPU seconds of a search of strategies (default: 45)"
+        "--seconds",
+        type=float,
+        metavar="S",
+        help="CPU seconds of a search of strategies (default: 45), or of good plans",
     )
     for name in OF_EXPERTS:
         parser.add_argument(f"--{name}", **ON_A_MESH[name])
@@ -93,7 +96,9 @@ def run(options: argparse.Namespace) -> int:
             console.print(line, highlight=False, markup=False)
         return 0
     console.print(table(rows[: options.top]))
-    console.print(f"{len(rows)} meshes of {options.devices} ranks", highlight=False)
+    quick = sum(row.quick for row in rows)
+    more = f", {quick} of which have a quick plan" if quick else ""
+    console.print(f"{len(rows)} meshes of {options.devices} ranks{more}", highlight=False)
     return 0
 
 
@@ -115,6 +120,7 @@ def row_json(row: SweepRow | StrategyRow) -> dict[str, Any]:
     return {
         "mesh": dict(zip(row.mesh.axes, row.mesh.sizes)),
         "cost": row.cost,
+        "quick": row.quick,
         "seconds": cost.seconds,
         "optimizer_seconds": cost.optimizer_seconds,
         **usage_json(row.plan.usage),
