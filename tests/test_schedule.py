@@ -369,6 +369,18 @@ def test_a_schedule_takes_more_than_slack_of_what_the_device_has_only_where_the_
     assert leanest([(1.0, 9.0, ["fast"], {}), (1.0 + 2 * GAIN, 3.0, [], {})])[0] == ["fast"]
 
 
+def test_a_schedule_that_may_take_what_the_device_has_gathers_earlier() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4)))
+    mesh = Mesh(d=4, cluster=replace(LAN, peak=5e8))  # products take about as long as weights are gathered
+    boxed = sbpc.baseline("fsdp", model, (torch.randn(16, 64),), mesh, loss=torch.sum, microbatches=1).unscheduled
+    tight = schedule(boxed, mesh)
+    peak, seconds = Life.of(tight, mesh).peak, makespan(timeline(tight, mesh))
+    roomy = schedule(boxed, mesh, room=1.2 * peak)
+    assert peak < Life.of(roomy, mesh).peak <= 1.2 * peak
+    assert makespan(timeline(roomy, mesh)) < (1 - GAIN) * seconds
+    assert Life.of(schedule(boxed, mesh, room=1.001 * peak), mesh).peak == peak
+
+
 def test_a_narrow_window_runs_no_call_far_ahead() -> None:
     plan, *_ = gpt_on_slow_links(microbatches=1)
     calls = [node for node in plan.unscheduled.graph.nodes if node.op == "call_function"]

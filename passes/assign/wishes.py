@@ -207,5 +207,5 @@ def refusal(node: Node, wish: Wish, codes: np.ndarray, mesh: Mesh) -> str:
             problem = f"{wish.reason}: {what}: {shape[state.dim]} elements, {mesh.sizes[axis]} ranks"
             return at_node(problem, node, "Pin another dim, or pad it to a multiple of the axis.")
     offered = [str(decode(code, mesh.axes)) for code in dict.fromkeys(codes.tolist())]
-    more = ", ..." if len(offered) > 8 else ""
+    more = f" and {len(offered) - 8} more" if len(offered) > 8 else ""
     return at_node(f"{wish.reason} cannot be met", node, f"It can be left in {', '.join(offered[:8])}{more}.")
