@@ -20,6 +20,7 @@ from sbpc.plans.plan_file import decode
 from tests.compare import largest_error
 from tests.processes import run_ranks
 from tests.routed import ROUTINGS, Routed, batch
+from tests.test_capacity import busiest, steps
 from tests.test_shared_rows import losses, train
 
 EXPERTS, EACH = 5, 7
@@ -110,8 +111,18 @@ def test_all_stop_beyond_the_capacity_where_each_has_sorted_its_own() -> None:
     for each in plans:
         with pytest.raises(RoutingError) as error:
             sbpc.simulate(each, model, batch("all to one"))
-        said.append(str(error.value))
+        said.append(str(error.value).replace("gather_rows_1", "gather_rows"))
     assert said[0] == said[1] and "rank 0 of 2 gets 40 of 48 rows of experts in" in said[0]
+
+
+def test_what_was_routed_is_measured_where_each_has_sorted_its_own(tmp_path: Path) -> None:
+    """What ranks tell each other before is no collective of the timeline, and every rank stops beyond the capacity."""
+    model, plan, _ = pair({"a": 2, "b": 2}, "[R(0), R(0)]", "[L(0), L(0)]", capacity=3)
+    plan.save(tmp_path / "routed.sbpc")
+    found = run_ranks(steps, 4, str(tmp_path / "routed.sbpc"))
+    assert len(set(map(str, found))) == 1 and "Rows by rank: 96, 0, 0, 0" in found[0][1], found
+    shares = [busiest(model, routing) for routing in ("as it comes", "one idle")]
+    assert found[0][0][""] == pytest.approx(sum(shares) / 2)
 
 
 def test_each_sorts_its_own_where_that_is_cheaper_and_the_solver_prices_it_as_the_plan() -> None:
