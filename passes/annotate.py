@@ -14,7 +14,7 @@ from sbpc.graph.operands import operands, outputs_of
 from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.states import P
 from sbpc.rules.choices import Candidates, of_match, of_replicated, of_stored
-from sbpc.rules.local_rows import Owned, own_rows, owned_rows
+from sbpc.rules.local_rows import Owned, own_rows, owned_rows, sent_apart
 from sbpc.rules.proof.user_rules import UNPROVED
 from sbpc.rules.registry import match_of
 from sbpc.rules.shared_rows import grouped_rows, shared
@@ -51,7 +51,8 @@ def share_rows(gm: GraphModule, known: dict[Any, Candidates]) -> None:
     rows = grouped_rows(matches)
     owned = owned_rows(matches) if rows else Owned()
     for node, matched in matches.items() if rows else ():
-        if more := (*shared(node, matched, rows), *own_rows(node, matched, owned)):
+        among, own = shared(node, matched, rows), own_rows(node, matched, owned)
+        if more := (*among, *own, *sent_apart(node, among, own)):
             found = node.meta["candidates"]
             key = id(found), more
             if key not in known:

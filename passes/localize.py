@@ -13,10 +13,11 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from sbpc._compat import rename
-from sbpc.boxing.buckets import COLLECTIVES, Bucket
+from sbpc.boxing.buckets import COLLECTIVES, EXCHANGE, Bucket
 from sbpc.boxing.lower import lower
 from sbpc.boxing.steps import Step
 from sbpc.graph.about import PLACE, about
+from sbpc.graph.expert_rows import MESSAGE
 from sbpc.graph.operands import is_sum, operands, value_of
 from sbpc.graph.ports import results
 from sbpc.graph.rewrite import Copies, called, put
@@ -53,6 +54,8 @@ class Localizer(Copies):
         self.gm, self.mesh, self.coordinates = gm, mesh, coordinates
         self.positions: list[Node] = []
         self.offsets: dict[tuple[int, tuple[int, ...], str], Node] = {}
+        self.known: dict[Any, Node] | None = None  # where ranks tell each other of their rows, calls that are made once
+        self.told: dict[str, dict[Any, Node]] = {}  # those, by phase
         self.about: dict[str, Any] = {}
         self.buckets: dict[str, Bucket] = {}
         # starts, by bucket
@@ -72,6 +75,8 @@ class Localizer(Copies):
             if node.name in pieces:
                 begins[len(self.graph.nodes)] = pieces[node.name]
             self.about = about(node) | {"boxed": operands(node)[0].name if "awaits" in node.meta else node.name}
+            telling = node.target in MESSAGE and "choice" in node.meta and node.meta["choice"].apart
+            self.known = self.told.setdefault(self.about.get("phase", "forward"), {}) if telling else None
             if "step" in node.meta:
                 self[node] = self.start(node) if is_awaited(node) else self.boxing(node)
             elif "awaits" in node.meta:
@@ -109,7 +114,12 @@ class Localizer(Copies):
 
     def call(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Writes one call."""
-        return called(self.graph, op, args, kwargs, meta=self.about)
+        if self.known is None:
+            return called(self.graph, op, args, kwargs, meta=self.about)
+        key = op, repr(map_arg((args, kwargs), lambda used: f"%{id(used)}"))
+        if key not in self.known:
+            self.known[key] = called(self.graph, op, args, kwargs, meta=self.about)
+        return self.known[key]
 
     def call_op(self, node: Node) -> Any:
         """Writes one op at local sizes."""
@@ -144,7 +154,8 @@ class Localizer(Copies):
             rank = call(aten.add.Tensor, rank, self.positions[axis])
         where, rows = str(node.meta.get("module") or node.name), choice.signatures[axes[0]].ragged
         across = tuple((self.mesh.sizes[axis], self.mesh.group_name((axis,))) for axis in sorted(choice.owning))
-        return Sharing(sizes, rank, self.mesh.group_name(axes), rows, self.mesh.routing.most, where, across)
+        most, group = self.mesh.routing.most, self.mesh.group_name(axes)
+        return Sharing(sizes, rank, group, rows, most, where, across, choice.apart)
 
     def replicated(self, node: Node) -> Node:
         """Writes an op without a rule. It may read strides."""
@@ -185,7 +196,8 @@ class Localizer(Copies):
             if bucket and op in COLLECTIVES and not waiting:
                 bucket.add(node.name, op, args[0], value_at(args[0]).shape, args[1:])
                 waiting = True
-            waiting = waiting or op is WAIT
+            # a call that sends rows has waited before for the numbers of them
+            waiting = waiting or (op is WAIT and ("step" in node.meta or args[0].target is EXCHANGE))
             if not waiting:
                 written.append(self.call(op, *args, **kwargs))
             return None if waiting else written[-1]

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from sbpc.graph.expert_rows import PLACES, rows_by_rank
+from sbpc.graph.expert_rows import OF_PEERS, PLACES, rows_by_rank
 from sbpc.plans.timeline import COMPUTE, Event
 from sbpc.runtime.executors import code
 from sbpc.runtime.prepared import wait
@@ -255,16 +255,21 @@ def place_of(node: Node) -> tuple[str, str]:
 
 def parts_of(program: GraphModule) -> list[Part]:
     """Returns the parts of a program in order: collectives, waits, and what else is written for one node of the
-    boxed graph."""
+    boxed graph: also what a call that sends rows of experts exchanges before, so that ranks know how many these are."""
     found: list[Part] = []
-    for node in program.graph.nodes:
-        if node.op not in ("call_function", "get_attr"):
-            continue
-        role = WAIT if node.target is wait else START if "_c10d_functional" in str(node.target) else KERNEL
-        part = Part(node, role)
+    parts = [Part(node, role_of(node)) for node in program.graph.nodes if node.op in ("call_function", "get_attr")]
+    last = {(part.name, part.role): part for part in parts}
+    for part in parts:
+        role = part.role if last[part.name, part.role] is part else KERNEL
+        part = replace(part, role=role)
         if not found or role != KERNEL or (found[-1].role, found[-1].name) != (role, part.name):
             found.append(part)
     return found
+
+
+def role_of(node: Node) -> str:
+    """Returns whether a call starts a collective, or waits for one, or computes."""
+    return WAIT if node.target is wait else START if "_c10d_functional" in str(node.target) else KERNEL
 
 
 def stamped(program: GraphModule, parts: Sequence[Part], clock: Clock) -> GraphModule:
@@ -283,12 +288,17 @@ def stamped(program: GraphModule, parts: Sequence[Part], clock: Clock) -> GraphM
         clock.run.routed[module] = ends, groups, len(index)
         return PLACES(index, ends, rank, groups, *args)
 
+    def of_peers(module: str, ends: Tensor, rank: Tensor, groups: Sequence[int], size: int, *args: Any) -> Any:
+        clock.run.routed[module] = ends.view(len(groups), -1).sum(0), groups, size * len(groups)
+        return OF_PEERS(ends, rank, groups, size, *args)
+
     graph, ops = Graph(), dict[str, Any]()
     copies: dict[Node, Node] = {}
     results: Any = graph.graph_copy(program.graph, copies)
     for node, copy in copies.items():
-        if node.target is PLACES and node.args[5]:
-            copy.target, copy.args = places, (place_of(node)[0] or node.name, *copy.args)
+        if node.target is OF_PEERS or (node.target is PLACES and node.args[5]):
+            told = of_peers if node.target is OF_PEERS else places
+            copy.target, copy.args = told, (place_of(node)[0] or node.name, *copy.args)
     for part in parts:
         node = copies[part.node]
         with graph.inserting_before(node):

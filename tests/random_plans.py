@@ -15,7 +15,7 @@ from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, MUTATION, 
 from sbpc.mesh.layout import broadcast
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish
-from sbpc.mesh.states import B, P, Ragged, State
+from sbpc.mesh.states import B, P, State, is_ordered
 from sbpc.passes.assign.wishes import output_wishes, placeholder_wishes
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.recompute import blocks_of, recompute
@@ -63,7 +63,10 @@ def draw(gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], generator: ran
     nodes = [node for node in gm.graph.nodes if "candidates" in node.meta]
     known: dict[Choice, Choice] = {}  # equal ones are one object, as in a plan of the solver
     drawn: dict[str, Choice] = {}
-    shared = rows_shared(nodes, mesh, generator.choice(mesh.runs())) if generator.random() < 0.5 else {}
+    axes = generator.choice(mesh.runs()) if generator.random() < 0.5 else ()
+    shared = rows_shared(nodes, mesh, axes) if axes else {}
+    if shared and generator.random() < 0.5:
+        shared = rows_shared(nodes, mesh, axes, apart=True) or shared
     for node in nodes:
         sums: tuple[State, ...] = ()
         if begins_sums(node):  # what it reads is not summed before
@@ -94,25 +97,29 @@ def draw(gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], generator: ran
         dims = (value[index] if isinstance(value, (tuple, list)) else value).dim()
         plain = [layout for layout in layouts(dims, mesh.axes, partial=False)]
         alias = generator.choice([source, generator.choice(plain)])
-        if any(isinstance(state, Ragged) for state in source.states):
+        if any(map(is_ordered, source.states)):
             alias = source
         aliases[producer.name, index] = source if any(map(begins_sums, read[producer, index])) else alias
     return Assignment(choices, aliases, outputs)
 
 
-def rows_shared(nodes: list[Node], mesh: Mesh, axes: tuple[int, ...]) -> dict[Node, Choice]:
-    """The choices in which these axes share out rows by their groups, and the others have all; none if one is not legal."""
+def rows_shared(nodes: list[Node], mesh: Mesh, axes: tuple[int, ...], apart: bool = False) -> dict[Node, Choice]:
+    """The choices in which these axes share out rows by their groups, and the others have all; none if one is not legal.
+
+    apart: each rank sorts its own rows, where there are signatures for that."""
     found, ranks = {}, range(len(mesh.axes))
     for node in nodes:
         whole, *others = node.meta["candidates"].signatures
-        for each in (each for each in others if each.ragged is not None):
+        among = sorted((s for s in others if s.ragged is not None), key=lambda s: (s.own is not None) != apart)
+        own = [s for s in others if s.ordered] if apart else []
+        for each in (among or own)[:1]:
             found[node] = Choice(tuple(each if axis in axes else whole for axis in ranks), tuple(ranks))
     legal = all(node.meta["candidates"].legal(choice, mesh.sizes) for node, choice in found.items())
-    made = all(  # rows that come in from outside are not shared out
-        value_of(operand)[0] in found
+    made = all(  # rows that come in from outside are not shared out, and no boxing leads to another order
+        producer in found and found[producer].output(index, mesh.axes) == read
         for node, choice in found.items()
-        for slot, operand in enumerate(operands(node))
-        if any(isinstance(state, Ragged) for state in choice.input(slot, mesh.axes).states)
+        for slot, (producer, index) in enumerate(map(value_of, operands(node)))
+        if any(map(is_ordered, (read := choice.input(slot, mesh.axes)).states))
     )
     return found if legal and made else {}
 

@@ -21,7 +21,7 @@ from sbpc.graph.operands import operands, outputs_of, value_of
 from sbpc.graph.ports import INPUT, PARAMETER
 from sbpc.graph.rewrite import called
 from sbpc.mesh.layout import chunk
-from sbpc.mesh.states import OWN, Local, Ragged, State, parse_state, shards, whole
+from sbpc.mesh.states import OWN, Local, Ragged, State, own_places, parse_state, shards, whole
 from sbpc.plans import rank_programs
 from sbpc.plans.plan_file import decode
 from sbpc.rules import Signature
@@ -93,15 +93,25 @@ def values_of_step(gm: GraphModule, model: nn.Module, args: Sequence[Tensor]) ->
 
 
 def parts_of(x: Tensor, states: Sequence[State], sizes: Sequence[int], source: Tensor, ends: Tensor) -> list[Tensor]:
-    """What each rank of two axes holds: rows are first the rank's own, then shared out by the ends of these."""
+    """What each rank of two axes holds: rows are first the rank's own, then shared out by the ends of these, or its
+    own again."""
     own = shards(ends, OWN, sizes[0], source=source)
+    places = own_places(source, sizes[0])
     if states[0] == OWN:
         first = [
             each if torch.equal(x, ends) else torch.diff(each, prepend=each[:0].new_zeros(1)).to(x) for each in own
         ]
     else:
         first = shards(x, states[0], sizes[0], torch.Generator().manual_seed(0), source=source)
-    return [each for part, end in zip(first, own) for each in shards(part, states[1], sizes[1], ends=end)]
+    found, step = list[Tensor](), -(-len(source) // sizes[0])
+    for at, (part, end, rows) in enumerate(zip(first, own, places)):
+        inner = source[rows] - at * step
+        if states == (OWN, OWN) and not torch.equal(x, ends):  # counts
+            cut = shards(end, OWN, sizes[1], source=inner)
+            found += [torch.diff(each, prepend=each[:0].new_zeros(1)).to(x) for each in cut]
+        else:
+            found += shards(part, states[1], sizes[1], ends=end, source=inner)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -129,11 +139,13 @@ def test_every_signature_of_own_rows_does_to_them_what_the_op_does_among_all(
         ends = values[next(node for node in gm.graph.nodes if node.target is PRODUCT).args[2]]
         for node in gm.graph.nodes:
             signatures = node.meta.get("signatures", ())
-            for own in (s for s in signatures if s.own is not None or OWN in s.inputs):
+            for own in (s for s in signatures if (s.own is not None or OWN in s.inputs) and s.ragged is None):
                 for other in (s for s in signatures if s.ragged is not None or s is signatures[0]):
                     proved(node, (own, other), sizes, values, source, ends)
                     seen.add(f"{node.target} {own.text} {other.text}")
     assert len(seen) > 40 or 1 in sizes
+    for apart in ("S(0), L(0), P(own) -> R(0)", "R(0), L(0), P(own) -> S(0)"):
+        assert any(text.endswith(apart) for text in seen)
 
 
 def proved(
@@ -183,7 +195,8 @@ def program(node: Node, choice: Choice, sizes: tuple[int, int], at: tuple[int, .
     args, kwargs = map_aggregate((node.args, dict(node.kwargs)), lambda x: names[x] if isinstance(x, Node) else x)
     local = local_sizes(matched.sizes.items(), choice, sizes, at)
     part = choice.part(matched.sizes.items(), sizes, at)
-    sharing = Sharing(sizes[1:], rank, "g", choice.signatures[1].ragged) if choice.sharing else None
+    rows = choice.signatures[1].ragged
+    sharing = Sharing(sizes[1:], rank, "g", rows, apart=choice.apart) if choice.sharing else None
     made = matched.localize(lambda op, *a, **k: called(graph, op, a, k), args, kwargs, local, offsets, sharing, part)
     graph.output(tuple(made) if isinstance(made, tuple) else (made,))
     return GraphModule(nn.Module(), graph)

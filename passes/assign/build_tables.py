@@ -47,7 +47,7 @@ def tabulate(
         masks = cut_masks(candidates.signatures, table.digits)
         rows = factor_masks([(signature.ragged,) for signature in candidates.signatures], table.digits)
         seconds = call_seconds(match, masks, tensors, table.ports, points, mesh, rows)
-        seconds = seconds + dispatch_seconds(match, table.sharing, tensors, table.ports, mesh)
+        seconds = seconds + dispatch_seconds(match, table.sharing, table.apart, tensors, table.ports, mesh)
         two_phase = table.two_phase
         if two_phase.any():
             seconds[two_phase] = two_phase_seconds(table.subset(two_phase), tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from sbpc.boxing.steps import kernel_seconds
-from sbpc.graph.expert_rows import MESSAGE, SCANS
-from sbpc.mesh.collectives import DISPATCH
+from sbpc.graph.expert_rows import ENDS, MESSAGE, SCANS
+from sbpc.mesh.collectives import COUNTS, DISPATCH, seconds_on
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.layout_codes import decode, elements, joined, sorted_axes, state_code
 from sbpc.mesh.mesh import Mesh
@@ -20,6 +21,7 @@ from sbpc.mesh.routing import stretched
 from sbpc.mesh.states import State
 from sbpc.rules import Match, Signature
 from sbpc.rules.choices import Candidates, Choice, may_cut
+from sbpc.rules.moved_rows import asks
 from sbpc.solver.problem import Array
 
 PAIR_BITS = 6  # bits for an order of cutting: one per pair of up to four axes
@@ -64,6 +66,12 @@ class Table:
     def sharing(self) -> Array:
         """Which axes share out rows by their groups, [labels, axes]."""
         return np.array([signature.ragged is not None for signature in self.candidates.signatures])[self.digits]
+
+    @property
+    def apart(self) -> Array:
+        """Which labels share out rows of which each rank has sorted its own."""
+        sent = [bool(signature.ragged and signature.own) for signature in self.candidates.signatures]
+        return np.array(sent)[self.digits].any(1)
 
     def choice(self, label: int) -> Choice:
         """Returns what the label stands for."""
@@ -179,11 +187,12 @@ def call_seconds(
 
 
 def dispatch_seconds(
-    match: Match | None, sharing: Array, tensors: Tensors, ports: Sequence[Array], mesh: Mesh
+    match: Match | None, sharing: Array, apart: Array, tensors: Tensors, ports: Sequence[Array], mesh: Mesh
 ) -> Array:
     """Returns the seconds, by label, in which a call sends rows to the ranks of their groups, or back.
 
-    sharing: by label the axes that share out rows.
+    sharing: by label the axes that share out rows. apart: whether each has sorted its own, so that all learn from each
+    other how many there are for each group.
     """
     found = np.zeros(len(sharing))
     if match is None or match.op not in MESSAGE:
@@ -197,6 +206,10 @@ def dispatch_seconds(
             block = itemsize * elements(codes[labels], shape, mesh.sizes, mesh.routing.expected)
             found[labels] = np.maximum(np.min([start + each * block for start, each in lines], axis=0), least)
             found[labels] += sum(kernel_seconds(DISPATCH, 0, 0, mesh))
+            if asks(match):
+                lines, least = mesh.lines(np.flatnonzero(row).tolist(), COUNTS)
+                itemsize_of_ends, ends = tensors[ENDS]
+                found[labels & apart] += max(seconds_on(lines, itemsize_of_ends * math.prod(ends)), least)
     return found
 
 

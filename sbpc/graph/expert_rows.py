@@ -31,6 +31,8 @@ LIBRARY.define("rows_within(Tensor ends, Tensor rows, int ranks, str where) -> T
 LIBRARY.define("within_capacity(Tensor ids, int experts, int most) -> (Tensor, Tensor)")
 ABOUT = "Tensor index, Tensor ends, Tensor rank, int[] groups, int[] chunks, bool by_place, int size, int most"
 LIBRARY.define(f"rows_by_place({ABOUT}) -> (Tensor, Tensor, Tensor)")
+PEERS = "Tensor ends, Tensor rank, int[] groups, int size, int most, bool back"
+LIBRARY.define(f"rows_of_peers({PEERS}) -> (Tensor, Tensor, Tensor)")
 LIBRARY.define(f"rows_by_number({ABOUT}, int held) -> (Tensor, Tensor, Tensor)")
 
 
@@ -196,6 +198,35 @@ def rows_by_number(
     return rows[ours] - first, torch.bincount(holders, minlength=len(groups)), marks
 
 
+def rows_of_peers(
+    ends: Tensor, rank: Tensor, groups: Sequence[int], size: int, most: int, back: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the rows of a rank's groups, as they come from ranks that have sorted `size` of their own each: which of them
+    stands at each place by group, and within a group in the order of the ranks; how many rows it sends to each rank,
+    and how many come from it. back: which of those in that order stands at each place as they came.
+
+    ends: where the groups of each rank's own rows end, rank after rank. rank, groups, most: see `rows_by_place`.
+
+    >>> ends, first = torch.tensor([1, 3, 2, 2]), torch.tensor([0])  # rows of two experts: 0 1 1 on one rank, 0 0 on
+    >>> [each.tolist() for each in rows_of_peers(ends, first, [2, 2], 3, 6, False)]  # the other, whose third has none
+    [[0, 3, 4, 1, 2], [3, 0], [3, 2]]
+    """
+    ranks = len(groups)
+    if ends.is_meta:
+        return tuple(ends.new_empty(count, dtype=torch.int64) for count in (most, ranks, ranks))  # type: ignore[return-value]
+    edges = torch.nn.functional.pad(ends.view(ranks, -1).to(torch.int64), (1, 0))
+    counts = torch.nn.functional.pad(edges, (0, 1), value=size).diff()  # [ranks, groups]; the last one is behind them
+    cuts = torch.tensor([0, *groups[:-1], counts.shape[1]], device=ends.device)
+    by_rank = torch.nn.functional.pad(counts.cumsum(1), (1, 0))[:, cuts].diff()  # [from, to]
+    group = torch.arange(counts.shape[1], device=ends.device)
+    counts = counts * ((group >= cuts[rank]) & (group < cuts[rank + 1]))
+    came, wanted = (each.flatten().cumsum(0) - each.flatten() for each in (counts, counts.T))
+    came, wanted = came.view_as(counts), wanted.view_as(counts.T)
+    moved, lengths = (wanted.T - came, counts) if back else (came.T - wanted, counts.T)
+    order = torch.repeat_interleave(moved.flatten(), lengths.flatten())
+    return order + torch.arange(len(order), device=ends.device), by_rank[rank].flatten(), by_rank[:, rank].flatten()
+
+
 OPS = (
     add_rows,
     gather_rows,
@@ -203,6 +234,7 @@ OPS = (
     row_counts,
     rows_by_number,
     rows_by_place,
+    rows_of_peers,
     rows_of_ranks,
     rows_within,
     scatter_rows,
@@ -218,7 +250,9 @@ torch.library.register_fake("sbpc::within_capacity", as_given, lib=LIBRARY)
 GATHER, SCATTER = torch.ops.sbpc.gather_rows.default, torch.ops.sbpc.scatter_rows.default
 COUNT, COUNTS = torch.ops.sbpc.row_count.default, torch.ops.sbpc.row_counts.default
 PLACES = torch.ops.sbpc.rows_by_place.default
+OF_PEERS = torch.ops.sbpc.rows_of_peers.default
 SHOWN = 64  # counts of a message
 SCANS = 10  # times that each rank reads the whole index, or writes as much, to tell which rows it sends to whom
-COUNTING = COUNTS, torch.ops.sbpc.rows_by_number.default, torch.ops.sbpc.rows_by_place.default  # by what data says
+COUNTING = COUNTS, torch.ops.sbpc.rows_by_number.default, PLACES, OF_PEERS  # by what data says
+ENDS = 2  # which operand of them says where groups end
 MESSAGE = {GATHER: 3, SCATTER: 0}  # which of the operands and the result is sent where rows are shared out

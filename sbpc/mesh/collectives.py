@@ -26,6 +26,7 @@ WIRE: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
     "dispatch": lambda p, n: (p - 1, (p - 1) * n / p),
 }
 DISPATCH = "dispatch"  # of rows to the ranks of their groups, or back; the block is all rows of a rank
+COUNTS = "all_gather"  # before that, where each has sorted its own rows: of where the groups of each one's end
 INT8, FLOAT8 = EIGHT_BITS = "int8", "float8"
 # what sends for a step that is no collective of a library itself, and packs what it sends or adds up what it gets
 PACKED = {"exchange": "all_to_all"}

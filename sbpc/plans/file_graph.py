@@ -38,9 +38,10 @@ UNRULED = frozenset({
     "linalg_solve_triangular", "masked_scatter", "median", "nanmedian", "resolve_conj", "scatter", "scatter_add",
     "scatter_reduce", "slice_copy", "view.dtype",
 })  # fmt: skip
-OF_ROWS = frozenset(
-    ("add_rows", "row_count", "row_counts", "rows_by_number", "rows_by_place", "rows_of_ranks", "rows_within")
-)  # sbpc's own, likewise
+OF_ROWS = frozenset({  # sbpc's own, likewise
+    "add_rows", "row_count", "row_counts", "rows_by_number", "rows_by_place", "rows_of_peers", "rows_of_ranks",
+    "rows_within",
+})  # fmt: skip
 # the backward of a pooling, which trusts its indices and the shape of its gradient, and how many dims it pools
 POOLED = {
     "_adaptive_avg_pool3d_backward": 3, "adaptive_max_pool2d_backward": 2, "adaptive_max_pool3d_backward": 3,

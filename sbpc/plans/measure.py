@@ -8,18 +8,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import GraphModule, Node
 
 from sbpc.boxing.steps import Step, step_cost
 from sbpc.graph.about import is_recomputed
-from sbpc.graph.expert_rows import MESSAGE, SCANS
+from sbpc.graph.expert_rows import ENDS, MESSAGE, SCANS
 from sbpc.graph.operands import operands, value_of
-from sbpc.mesh.collectives import DISPATCH
-from sbpc.mesh.layout import Layout
+from sbpc.mesh.collectives import COUNTS, DISPATCH
+from sbpc.mesh.layout import Layout, broadcast
 from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.states import Split
 from sbpc.plans.cost import Kernel, Transfer, kernel_work
 from sbpc.rules.binding import flat_outputs
+from sbpc.rules.moved_rows import asks
 
 
 def kernels_and_transfers(
@@ -34,7 +37,7 @@ def kernels_and_transfers(
             transfers[transfer_of(node, mesh)] += 1
         elif "choice" in node.meta and node.op == "call_function":
             calls.setdefault(kernel_key(node), []).append(node)
-            transfers.update([] if (sent := dispatch_of(node, mesh)) is None else [sent])
+            transfers.update(dispatch_of(node, mesh))
     kernels: Counter[Kernel] = Counter()
     again: Counter[Kernel] = Counter()
     for alike in calls.values():
@@ -148,16 +151,23 @@ def transfer_of(node: Node, mesh: Mesh) -> Transfer:
     return Transfer(node.meta["step"], sized(value.shape)[0], value.element_size(), dims and sized(dims)[0])
 
 
-def dispatch_of(node: Node, mesh: Mesh) -> Transfer | None:
-    """Returns what a call sends to the ranks that share out rows, None for any other call."""
+def dispatch_of(node: Node, mesh: Mesh) -> tuple[Transfer, ...]:
+    """Returns what a call sends to the ranks that share out rows, none for any other call. Where each has sorted its
+    own, all learn before that where the groups of each one's rows end."""
     if (step := sent_by(node)) is None:
-        return None
+        return ()
     target: Any = node.target
-    message = [*operands(node), node][MESSAGE[target]]
+    values = [*operands(node), node]
+    message, ends = values[MESSAGE[target]], values[ENDS].meta["val"]
     sized = partial(layout_at(message).busiest, sizes=mesh.sizes, times=mesh.routing.expected)
-    return Transfer(
-        step, sized(message.meta["val"].shape)[0], message.meta["val"].element_size(), sized(dims_at(message))[0]
-    )
+    shape, dims = sized(message.meta["val"].shape)[0], sized(dims_at(message))[0]
+    sent = Transfer(step, shape, message.meta["val"].element_size(), dims)
+    if not node.meta["choice"].apart or not asks(node.meta["match"]):
+        return (sent,)
+    whole, ranks = broadcast(mesh.axes), math.prod(mesh.sizes[axis] for axis in step.axes)
+    counts = Step(COUNTS, step.axes, whole.replace(dict.fromkeys(step.axes, Split(0))), whole)
+    every = len(ends) * sympy.Mul(*(sympy.Symbol(mesh.axes[axis], positive=True) for axis in step.axes))
+    return sent, Transfer(counts, (ranks * len(ends),), ends.element_size(), (every,))
 
 
 def sent_by(node: Node) -> Step | None:

@@ -127,8 +127,8 @@ def step_work(step: Any, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> W
 
 def kernel_work_of(node: Node, mesh: Mesh) -> Work:
     """Returns what one kernel occupies. One that sends rows to the ranks of their groups puts them in order before and
-    behind that."""
-    kernel, sent = kernel_of(node, mesh), dispatch_of(node, mesh)
+    behind that; where ranks tell each other before how many there are, it waits for the numbers."""
+    kernel, (sent, *counts) = kernel_of(node, mesh), dispatch_of(node, mesh) or (None,)
     if kernel.free:
         return NOTHING
     seconds = float(mesh.cluster.kernel_seconds(kernel.op, *kernel_work(kernel, mesh.sizes)))
@@ -138,7 +138,10 @@ def kernel_work_of(node: Node, mesh: Mesh) -> Work:
         INSIDE if mesh.inside(sent.step.axes) else ACROSS,
         step_cost(sent.step, sent.shape, sent.itemsize, mesh),
     )
-    return Work(stream, moving, pack=seconds / 2, unpack=seconds / 2) if moving else Work(COMPUTE, seconds)
+    waiting = sum(step_cost(each.step, each.shape, each.itemsize, mesh)[0] for each in counts)
+    if not moving:
+        return Work(COMPUTE, seconds)
+    return Work(stream, moving, pack=seconds / 2 + waiting, unpack=seconds / 2)
 
 
 def sends(node: Node, mesh: Mesh) -> bool:

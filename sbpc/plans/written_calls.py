@@ -43,14 +43,14 @@ def written(node: Node, mesh: Mesh) -> Calls | None:
     shards = shards_read(node, mesh)
     factors = [(factor, *choice.busiest(factor, size, mesh.sizes, most)) for factor, size in match.sizes.items()]
     local = {factor: chunk(size, axes, mesh.sizes, origin)[1] for factor, size, axes in factors}
-    key = id(match), *shards, *local.items(), *shifted, choice.sharing, choice.owning, most
+    key = id(match), *shards, *local.items(), *shifted, choice.sharing, choice.apart, choice.owning, most
     rank = torch.zeros(1, dtype=torch.int64, device="meta")
     sharing = None
     if choice.sharing:
         rows = choice.signatures[choice.sharing[0]].ragged
         sizes = tuple(mesh.sizes[axis] for axis in choice.sharing)
         across = tuple((mesh.sizes[axis], "") for axis in sorted(choice.owning))
-        sharing = Sharing(sizes, rank, "", rows, most, across=across)
+        sharing = Sharing(sizes, rank, "", rows, most, across=across, apart=choice.apart)
     part = choice.part(match.sizes.items(), mesh.sizes, origin)
     if key not in WRITTEN:
         made = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in shards]
@@ -112,4 +112,4 @@ def calls_of_op(
     args, kwargs = map_arg((node.args, dict(node.kwargs)), dict(zip(operands(node), shards)).__getitem__)
     results = node.meta["match"].localize(call, args, kwargs, local, offsets, sharing, part)
     made = [0 if x is None else numbers[storage_of(x)] for x in flat_outputs(results)]
-    return calls, made, next(iter(waits), None)
+    return calls, made, waits[-1] if waits else None  # before that, for the numbers of what is sent

@@ -28,6 +28,7 @@ class Signature:
     factor: the factor that is split; None for all-B and for linear signatures. An absent output is B. ragged: the
     factor whose rows are shared out by their groups, which tensors hold in R. own: the factor of rows of which each
     rank has its own, which tensors hold in L; it is cut as `factor` is, that of what the rows come from, and evenly.
+    Beside `ragged` it is that factor itself: each rank has sorted the rows of its own part before it sends them.
     """
 
     inputs: tuple[State, ...]

@@ -47,7 +47,12 @@ class Choice:
     @property
     def owning(self) -> Axes:
         """The axes on which each rank has rows of its own, first cut first."""
-        return tuple(axis for axis in self.order if self.signatures[axis].own is not None)
+        return tuple(axis for axis in self.order if self.signatures[axis].own and not self.signatures[axis].ragged)
+
+    @property
+    def apart(self) -> bool:
+        """Whether ranks share out rows of which each has sorted its own."""
+        return any(signature.own and signature.ragged for signature in self.signatures)
 
     @property
     def shares_alone(self) -> bool:
@@ -117,7 +122,7 @@ class Candidates:
         sizes = dict(self.sizes)
         if not choice.shares_alone:
             return False
-        owning = {*choice.owning}
+        owning = {axis for axis, signature in enumerate(choice.signatures) if signature.own is not None}
         for factor, axes in choice.cuts().items():
             if not may_cut(sizes[factor], tuple(mesh_sizes[at] for at in axes if at in owning), True, True):
                 return False

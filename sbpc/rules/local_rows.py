@@ -8,8 +8,9 @@ have these signatures, and none leaves that order but those that take rows by th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -136,6 +137,14 @@ def moved(node: Node, match: Match, known: Owned) -> Iterator[Signature]:
         yield Signature((S(0) if items else B, L(0), OWN), (L(0),), factor, own="i")
     elif known.dims.get(x) == (sort, 0):
         yield Signature((L(0), L(0), OWN), (S(0) if items else P,), factor, own="i")
+
+
+def sent_apart(node: Node, shared: Iterable[Signature], own: Iterable[Signature]) -> Iterator[Signature]:
+    """Yields the signatures in which ranks share out rows of which each has sorted its own, of a call with signatures
+    of both kinds: what has as many rows as there are items is the rank's part of them, in either."""
+    for s, o in itertools.product(shared, own) if node.target in (GATHER, SCATTER) else ():
+        if s.factor == o.factor == "v":
+            yield replace(s, inputs=(s.inputs[0], *o.inputs[1:]), own=o.factor)
 
 
 def by_place(node: Node) -> Any:

@@ -263,7 +263,8 @@ class Sharing:
     """The ranks that share out rows by their groups, on neighbouring axes of these sizes. rank: of this one among them,
     int64 [1]. group: what they are called. rows: the factor of which each has as many as the data says. most: the
     multiple of the mean that a rank has at most, beyond which it is an error. where: who has these rows. across: by
-    axis on which tokens are cut into parts, whose ranks share out their rows, how many, and the group of the ranks."""
+    axis on which tokens are cut into parts, whose ranks share out their rows, how many, and the group of the ranks.
+    apart: each has sorted the rows of its own tokens, and sends them so."""
 
     sizes: Ints
     rank: Any
@@ -272,6 +273,7 @@ class Sharing:
     most: float = ANY
     where: str = ""
     across: tuple[tuple[int, str], ...] = ()
+    apart: bool = False
 
     def ends(self, size: int) -> list[int]:
         """Where the chunk of each rank ends of a dim that the axes cut, one after the other."""
