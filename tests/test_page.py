@@ -269,3 +269,9 @@ def test_in_a_browser_search_filters_and_clicks_work_without_errors(plan: sbpc.P
     assert opened and not before and after and box == "250 0 500 220"
     curve = plan.memory_curve()
     assert at_peak == peak[2] == curve.calls[curve.peak]
+
+
+def test_the_graphs_of_all_chunks_are_drawn_and_those_of_equal_ones_once() -> None:
+    mesh = Mesh(pipe=4, cluster="h100")
+    page = page_html(sbpc.plan(*gpt2(layers=4), mesh, stages="pipe", microbatches=4), {})
+    assert re.findall(r"Chunk ([^:<]*): Parameters", page) == ["0", "1, and 2 alike", "3"]

@@ -144,9 +144,9 @@ class Drawn:
 
 def drawn(plan: Plan) -> list[Drawn]:
     """Returns the boxed graphs of a plan; chunks that are alike have one."""
-    alike: dict[Any, list[int]] = {}
+    alike: dict[int, list[int]] = {}
     for at, part in enumerate(plan.chunk_costs):
-        alike.setdefault(id(part.program), []).append(at)
+        alike.setdefault(id(part.known), []).append(at)  # which those that cost the same share
     found, start = list[Drawn](), 0
     for first, *others in alike.values():
         gm = plan.boxed if plan.loop is None else plan.chunks[first].unscheduled
