@@ -39,6 +39,9 @@ from sbpc.plans.timeline import (
     COMPUTE,
     INSIDE,
     STREAMS,
+    Clock,
+    Span,
+    Work,
     busy_seconds,
     critical_seconds,
     kind_of,
@@ -481,3 +484,18 @@ def test_a_second_of_computing_costs_what_its_weight_says(name: str) -> None:
         for flops, moved in ((1e3, 1e3), (1e12, 1e6), (1e6, 1e10)):
             once, less = (each.kernel_seconds("mm", flops, moved, shape) for each in (cluster, mesh.cluster))
             assert less == pytest.approx(part * once, rel=1e-12), (shape, flops)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_kernels_beside_links_end_when_their_seconds_are_over(seed: int) -> None:
+    """However the ends of collectives round: a kernel goes on in parts, slowly up to each of them."""
+    draw, beside = random.Random(seed), replace(CLUSTERS["h100"], kernels_beside=1.5, links_beside=1.25)
+    clock, links = Clock(beside), list[Span]()
+    seconds = 0.0
+    for at in range(400):
+        if draw.random() < 0.5:
+            links.append(clock.take(Work(draw.choice((INSIDE, ACROSS)), draw.random()), at, True))
+        span = clock.take(Work(COMPUTE, draw.random()), at, False)
+        seconds += span.end - span.start
+    clock.settle()
+    assert clock.now == pytest.approx(seconds) and all(link.start < link.end for link in links)

@@ -158,6 +158,7 @@ def seconds_of(order: Order, buckets: Buckets, work: Mapping[Node, Work], cluste
                 spans.append(clock.take(unpacking(work[node]), message, False))
         elif work[node].seconds:
             spans.append(clock.take(work[node], message, node in awaited))
+    clock.settle()
     return max((span.end for span in spans), default=0.0)
 
 

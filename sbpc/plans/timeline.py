@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -176,8 +177,9 @@ def played(
             clock.wait((owner, bucket_of(node.all_input_nodes[0])))
         if work.seconds:
             found.append((node, work, clock.take(work, (owner, bucket_of(node)), is_awaited(node))))
-    events = [event_of(node, work.stream, span.start, span.end, mesh) for node, work, span in found]
     left = clock.left()
+    clock.settle()
+    events = [event_of(node, work.stream, span.start, span.end, mesh) for node, work, span in found]
     ready = clock.now if before or left else makespan(events)
     return events, ready, left
 
@@ -195,19 +197,22 @@ class Clock:
 
     Beside a collective kernels take `kernels_beside` times as long, and it takes `links_beside` times as long beside
     kernels. To start one that is waited for later takes `start` seconds.
-    now: seconds since the step began. links: by stream, the collectives that have not ended, in order. last: by what
-    a message is called, the last collective of it. blocks: likewise the bytes of all.
+    now: seconds since the step began. at: the same on the clock of the links, which is slow beside kernels; theirs are
+    the spans of collectives until these are settled. turns: how it went: moments of links and of the step from which
+    on a second of links took so long. ends: by stream when its last collective ends. sent: of collectives the stream,
+    what its message is called, and its span. last: by message, the last span of it. blocks: likewise the bytes of all.
     """
 
     def __init__(self, cluster: Cluster, before: Left = ()) -> None:
-        self.now, self.kernels, self.slow = 0.0, cluster.kernels_beside, cluster.links_beside
+        self.now, self.at, self.kernels, self.slow = 0.0, 0.0, cluster.kernels_beside, cluster.links_beside
         self.start = cluster.start
-        self.links: dict[str, list[Span]] = {stream: [] for stream in STREAMS if stream != COMPUTE}
-        self.last: dict[Hashable, Span] = {}
-        self.blocks: dict[Hashable, float] = {}
+        self.turns = list[tuple[float, float, float]]()
+        self.ends = dict.fromkeys((stream for stream in STREAMS if stream != COMPUTE), 0.0)
+        self.sent = list[tuple[str, Hashable, Span]]()
+        self.last = dict[Hashable, Span]()
+        self.blocks = dict[Hashable, float]()
         for stream, message, seconds in before:
-            self.last[message] = Span(0.0, seconds)
-            self.links[stream].append(self.last[message])
+            self.send(stream, message, Span(0.0, seconds))
 
     def take(self, work: Work, message: Hashable, awaited: bool) -> Span:
         """Runs a kernel, or starts a collective as part of a message, which is waited for at once unless it is
@@ -218,57 +223,63 @@ class Clock:
             return Span(start, self.now)
         if work.pack:
             self.compute(work.pack)
-        queue = self.links[work.stream]
-        start = max(self.now, queue[-1].end if queue else 0.0)
+        start = max(self.at, self.ends[work.stream])
         first, before = message not in self.last, self.blocks.get(message, 0.0)
         span = Span(start, start + (work.seconds if first else work.longer(before)))
-        self.last[message], self.blocks[message] = span, before + work.block
-        queue.append(span)
+        self.blocks[message] = before + work.block
+        self.send(work.stream, message, span)
         if not awaited:
             self.wait(message)
             if work.unpack:
+                begun = self.now - (self.at - span.start)
                 self.compute(work.unpack)
-                return Span(span.start, self.now)
+                return Span(begun, self.now)
         elif first:
-            self.now += self.start
+            self.go(self.start, 1.0)
         return span
+
+    def send(self, stream: str, message: Hashable, span: Span) -> None:
+        """Puts a collective behind the others of its stream."""
+        self.ends[stream] = span.end
+        self.last[message] = span
+        self.sent.append((stream, message, span))
 
     def left(self) -> Left:
         """Returns the messages that are on their way, in order, with the seconds until each is there."""
-        named: dict[int, Any] = {id(span): message for message, span in self.last.items()}
-        return tuple(
-            (stream, named[id(span)], span.end - self.now)
-            for stream, queue in self.links.items()
-            for span in queue
-            if id(span) in named and span.end > self.now
-        )
+        flying = [each for each in self.sent if self.last[each[1]] is each[2] and each[2].end > self.at]
+        flying.sort(key=lambda each: STREAMS.index(each[0]))
+        return tuple((stream, message, span.end - self.at) for stream, message, span in flying)  # type: ignore[misc]
 
     def wait(self, message: Hashable) -> None:
         """Waits for all collectives of a message, unless it came before the calls began."""
         if message in self.last:
-            self.now = max(self.now, self.last[message].end)
+            self.go(self.last[message].end - self.at, 1.0)
 
     def compute(self, seconds: float) -> None:
         """Runs a kernel that takes so long if nothing is on its way."""
-        for queue in self.links.values():
-            while queue and queue[0].end <= self.now:  # each ends after those before it
-                del queue[0]
-        busy = [queue for queue in self.links.values() if queue]
-        if not busy or self.kernels == self.slow == 1.0:
-            self.now += seconds
-            return
-        took = min(seconds * self.kernels, min(queue[-1].end - self.now for queue in busy) * self.slow)
-        for span in (span for queue in busy for span in queue):
-            span.start, span.end = self.slowed(span.start, took), self.slowed(span.end, took)
-        self.now += took
-        if took < seconds * self.kernels:
-            self.compute(seconds - took / self.kernels)
+        while busy := [end - self.at for end in self.ends.values() if end > self.at]:
+            took = min(seconds * self.kernels, min(busy) * self.slow)
+            self.go(took, self.slow)
+            if took == seconds * self.kernels:
+                return
+            seconds -= took / self.kernels
+        self.go(seconds, 1.0)
 
-    def slowed(self, moment: float, seconds: float) -> float:
-        """Returns the moment at which a link gets to what it would have got to at `moment`, if kernels run for
-        `seconds` from now on."""
-        ahead = moment - self.now
-        return moment if ahead <= 0 else self.now + min(ahead * self.slow, ahead + seconds * (1 - 1 / self.slow))
+    def go(self, seconds: float, slow: float) -> None:
+        """Lets time pass; slow: of it links take so many seconds for one of theirs."""
+        if seconds > 0:
+            self.turns.append((self.at, self.now, slow))
+            self.now, self.at = self.now + seconds, self.at + seconds / slow
+
+    def settle(self) -> None:
+        """Gives all collectives their seconds since the step began."""
+        turns = [*self.turns, (self.at, self.now, 1.0)]
+        for _, _, span in self.sent:
+            span.start, span.end = (
+                now + (moment - at) * slow
+                for moment in (span.start, span.end)
+                for at, now, slow in (turns[bisect.bisect_right(turns, (moment, math.inf)) - 1],)
+            )
 
 
 def bucket_of(node: Node) -> str:
