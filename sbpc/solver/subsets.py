@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,11 +26,21 @@ class Subset:
 
 
 def distinct(layouts: Array) -> tuple[Array, Array]:
-    """Returns the distinct layouts, ascending, and the place of each layout among them: np.unique in a third of its
-    time."""
+    """Returns the distinct layouts, ascending, and the place of each layout among them, which no one may change: blocks
+    that repeat share them."""
+    return distinct_in(layouts.tobytes(), layouts.dtype)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def distinct_in(data: bytes, dtype: np.dtype) -> tuple[Array, Array]:
+    """Returns what `distinct` does of these bytes: np.unique in a third of its time."""
+    layouts = np.frombuffer(data, dtype)
     seen = np.zeros(int(layouts.max(initial=-1)) + 1, dtype=bool)
     seen[layouts] = True
-    return np.flatnonzero(seen), (np.cumsum(seen) - 1)[layouts]
+    found = np.flatnonzero(seen), (np.cumsum(seen) - 1)[layouts]
+    for each in found:
+        each.flags.writeable = False
+    return found
 
 
 def everything(problem: Problem) -> Subset:
