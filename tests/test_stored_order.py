@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +44,7 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
 }
 
 
+@functools.cache
 def planned(case: str) -> Plan:
     """The plan of a case."""
     mesh, options = CASES[case]
@@ -91,9 +94,9 @@ def test_a_plan_that_is_read_runs_in_the_order_that_was_written(
 @pytest.mark.parametrize("case", ["one program", "1f1b"])
 def test_a_cached_plan_is_not_ordered_again(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SBPC_CACHE", str(tmp_path / "plans"))
-    written = texts(planned(case))
+    written = texts(planned.__wrapped__(case))
     monkeypatch.setattr(ListScheduler, "run", no_search)
-    found = planned(case)
+    found = planned.__wrapped__(case)
     assert found.cached is not None and found.cost.seconds > 0 and texts(found) == written
 
 
@@ -258,3 +261,22 @@ def test_what_computes_again_too_early_is_refused(tmp_path: Path) -> None:
                 break
     (tmp_path / "bad").write_bytes(sealed(body))
     assert "on which it waits" in refused(PlanError, lambda: sbpc.load(tmp_path / "bad"))
+
+
+def test_a_bound_that_the_plan_itself_is_below_is_refused(tmp_path: Path) -> None:
+    for case in ("one program", "1f1b"):
+        planned(case).save(tmp_path / "plan")
+        whole = body_of(tmp_path / "plan")
+        for name in ("lower_bound", "serial_bound"):
+            for bound in (1.0, -1.0, math.nan):
+                (tmp_path / "bad").write_bytes(sealed(whole | {name: bound}))
+                message = refused(PlanError, lambda: sbpc.load(tmp_path / "bad"))
+                assert "no plan is to cost less than" in message or name in message, (case, name, bound, message)
+
+
+def test_a_mesh_that_names_an_axis_twice_is_refused(tmp_path: Path) -> None:
+    sbpc.plan(*models.mlp(), Mesh(x=2)).save(tmp_path / "plan")
+    body = body_of(tmp_path / "plan")
+    for mesh in ([["x", 2], ["x", 2]], [["x", 4], ["x", 2]]):
+        (tmp_path / "bad").write_bytes(sealed(body | {"mesh": mesh}))
+        assert "two axes of its mesh have one name" in refused(PlanError, lambda: sbpc.load(tmp_path / "bad"))

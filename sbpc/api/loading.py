@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.fx import GraphModule
 
 from sbpc.api.task import Task
 from sbpc.errors import PlanError
@@ -152,13 +153,23 @@ def chunk_in(decoder: Decoder, mesh: Mesh, options: Options, dynamic: Mapping[st
     unflatten(ports.arguments, [None] * len(names))
     named: dict[str, Any] = decoder.named()
     orders = {tuple(which): numbers for which, numbers in decoder.body.get("orders", ())}
-    chunk = Chunk(mesh, gm, assignment, rewriter_of(options), orders=orders, **named)
+    rewriter = rewriter_of(options)
+    rewriter = replace(rewriter, box=partial(box_and_verify, rewriter.box, options))
+    chunk = Chunk(mesh, gm, assignment, rewriter, orders=orders, **named)
     if not known:
         verify_boxed(chunk.unscheduled, mesh)
-    verify_sent(gm, chunk.unscheduled, options)
-    if options.reduce != AS_COMPUTED:
-        verify_sums(chunk.unscheduled)
     return chunk
+
+
+def box_and_verify(
+    box: Callable[..., GraphModule], options: Options, gm: GraphModule, assignment: Assignment, mesh: Mesh
+) -> GraphModule:
+    """Returns a boxed graph of a file, checked against what its options say of how gradients are sent and summed."""
+    boxed = box(gm, assignment, mesh)
+    verify_sent(gm, boxed, options)
+    if options.reduce != AS_COMPUTED:
+        verify_sums(boxed)
+    return boxed
 
 
 def again(plan: Plan, **other: Any) -> Plan:
