@@ -44,7 +44,7 @@ from sbpc.passes.loop.slices import in_slices
 from sbpc.passes.memory.limited_space import LimitedSpace, store
 from sbpc.passes.memory.search import MemorySearch
 from sbpc.passes.panels.cut import in_panels
-from sbpc.passes.schedule.choice import Weights, at_equal_weights, bounded, choose, weighted
+from sbpc.passes.schedule.choice import Weights, bounded, choose, first_choice, weighted
 from sbpc.passes.schedule.schedule import Orders, schedule
 from sbpc.passes.stages.cut import cut
 from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify_boxed, verify_captured
@@ -197,9 +197,9 @@ def finish(
 ) -> Plan:
     """Returns the plan of an annotated graph. The boxed and local graphs are made on first use.
 
-    exact: whether a small problem is solved to the end. quick: whether the first plan will do where it fits: that of
-    equal weights of streams, with the bound of computing alone. experts: the wishes of schemes that the plan is not to
-    be slower than. They are tried unless the plan is proved best: in spaces of more than FEW labels, to a gap of GAP.
+    exact: whether a small problem is solved to the end. quick: whether the first plan will do where it fits, see
+    `first_choice`. experts: the wishes of schemes that the plan is not to be slower than. They are tried unless the
+    plan is proved best: in spaces of more than FEW labels, to a gap of GAP.
     Raises MemoryLimitError if the plan does not fit into the memory that `options` name and none that does is found.
     """
     in_order = options.in_order
@@ -215,10 +215,12 @@ def finish(
 
     with stages.timed("assign"):
         space = Space(gm, objective_mesh(mesh, options.objective), wished.nodes, wished.outputs)
-        if quick:
-            plan = replace(made(at_equal_weights(mesh, layouts_at)), prover=space)
-            if options.memory is None or plan.cost.memory["total"] <= options.memory:
-                return choose(plan, options, layouts_at, (), made, None, 0)
+    if quick:
+        with stages.timed("schedule"):
+            plan = first_choice(mesh, options, space, layouts_at, made)
+        if options.memory is None or plan.cost.memory["total"] <= options.memory:
+            return plan
+    with stages.timed("assign"):
         assignment, bound = space.solve(exact=exact)
         large = sum(len(v.costs) for v in space.variables) > FEW
         schemes: list[Assignment] = []

@@ -131,10 +131,18 @@ class Overlap:
         return faster if faster.cost.seconds < plan.cost.seconds else None, bound * self.share
 
 
-def at_equal_weights(mesh: Mesh, layouts_at: LayoutsAt) -> Assignment:
-    """Returns the assignment that is found where streams count alike: mostly about as good as any that is found."""
+def first_choice(
+    mesh: Mesh, options: Options, serial: Layouts, layouts_at: LayoutsAt, made: Callable[[Assignment], Plan]
+) -> Plan:
+    """Returns the plan that is found at equal weights of the streams, mostly about as good as any. Where its step waits
+    for what weights know nothing of, that of the layouts that are fastest if nothing overlaps, if it is faster. Its
+    bound is that of computing alone. serial: these layouts' problem. Others: as of `choose`."""
     streams = streams_of(mesh)
-    return layouts_at(dict.fromkeys(streams, 1 / len(streams))).solve(bounded=False)[0]
+    assignment, _ = layouts_at(dict.fromkeys(streams, 1 / len(streams))).solve(bounded=False)
+    plan = overlapped(made(assignment), options, serial)
+    waits = plan.cost.seconds > least_seconds(plan) * (1 + EQUAL)
+    others = [serial.solve(bounded=False)[0]] if waits else []
+    return choose(plan, options, layouts_at, others, made, None, 0)
 
 
 def choose(

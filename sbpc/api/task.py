@@ -101,8 +101,8 @@ class Task:
             def planned(**other: Any) -> Plan:
                 return Task(rebuild(self.gm), self.stages, self.about).plan(mesh, replace(asked, **other))
 
-            in_turn = {"objective": asked.in_order.objective, "microbatches": asked.microbatches or 1}
-            return least_recompute(self.gm, asked.memory, planned, in_turn)
+            way = {"objective": asked.in_order.objective, "microbatches": asked.microbatches or 1}
+            return least_recompute(self.gm, asked.memory, planned, way)
         forms = forms_of(self.gm, asked.recompute) if asked.forms is None else asked.forms
         gm, whole = self.rewritten(mesh, forms, asked)
         options = replace(asked, microbatches=asked.microbatches or 1, panels=1, forms=None, **self.about)
