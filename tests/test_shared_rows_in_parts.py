@@ -47,12 +47,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def planned(case: str, model: nn.Module, **more: Any) -> sbpc.Plan:
+def planned(case: str, model: nn.Module, rows: int = 6, **more: Any) -> sbpc.Plan:
     """The plan of a case, whose experts are split over its axes but that of stages, at most two of them."""
     sizes, options = CASES[case]
     axes = [axis for axis in sizes if axis not in ("pipe", "cluster")]
     pin = f"[{', '.join(['S(0)', 'S(0)', 'B'][: len(axes)])}]" if len(axes) > 1 else f"S(0)@{axes[0]}"
-    return sbpc.plan(model, batch(experts=8), Mesh(**sizes), pin={"*experts*": pin}, **options, **more)
+    return sbpc.plan(model, batch(rows=rows, experts=8), Mesh(**sizes), pin={"*experts*": pin}, **options, **more)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -122,7 +122,7 @@ def test_adam_steps_in_parts_on_four_ranks_equal_one_process(case: str) -> None:
 def test_rows_of_one_half_are_sent_beside_the_work_of_the_other() -> None:
     torch.manual_seed(0)
     model = Layers(experts=8).double()
-    plan = planned("halves", model)
+    plan = planned("halves", model, rows=12)  # so that what ranks tell each other of their rows is little beside these
     work, calls = works(plan.boxed, plan.mesh), [n for n in plan.boxed.graph.nodes if n.op == "call_function"]
     sent = [node for node in calls if "choice" in node.meta and dispatch_of(node, plan.mesh) is not None]
     assert len(sent) == 2 * 12 and all(work[node].stream != COMPUTE for node in sent)
@@ -133,7 +133,7 @@ def test_rows_of_one_half_are_sent_beside_the_work_of_the_other() -> None:
         between = calls[calls.index(node) + 1 : calls.index(end)]
         beside += any(work[each].stream == COMPUTE and work[each].seconds for each in between)
     assert beside > len(sent) / 2
-    whole = planned("halves", model, microbatches=1)
+    whole = planned("halves", model, rows=12, microbatches=1)
     assert plan.cost.seconds < 0.9 * whole.cost.seconds
 
 

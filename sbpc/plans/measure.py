@@ -37,7 +37,7 @@ def kernels_and_transfers(
             transfers[transfer_of(node, mesh)] += 1
         elif "choice" in node.meta and node.op == "call_function":
             calls.setdefault(kernel_key(node), []).append(node)
-            transfers.update(dispatch_of(node, mesh))
+            transfers.update(filter(None, (dispatch_of(node, mesh), counts_of(node, mesh))))
     kernels: Counter[Kernel] = Counter()
     again: Counter[Kernel] = Counter()
     for alike in calls.values():
@@ -151,23 +151,28 @@ def transfer_of(node: Node, mesh: Mesh) -> Transfer:
     return Transfer(node.meta["step"], sized(value.shape)[0], value.element_size(), dims and sized(dims)[0])
 
 
-def dispatch_of(node: Node, mesh: Mesh) -> tuple[Transfer, ...]:
-    """Returns what a call sends to the ranks that share out rows, none for any other call. Where each has sorted its
-    own, all learn before that where the groups of each one's rows end."""
+def dispatch_of(node: Node, mesh: Mesh) -> Transfer | None:
+    """Returns what a call sends to the ranks that share out rows, None for any other call."""
     if (step := sent_by(node)) is None:
-        return ()
+        return None
     target: Any = node.target
-    values = [*operands(node), node]
-    message, ends = values[MESSAGE[target]], values[ENDS].meta["val"]
+    message = [*operands(node), node][MESSAGE[target]]
     sized = partial(layout_at(message).busiest, sizes=mesh.sizes, times=mesh.routing.expected)
-    shape, dims = sized(message.meta["val"].shape)[0], sized(dims_at(message))[0]
-    sent = Transfer(step, shape, message.meta["val"].element_size(), dims)
-    if not node.meta["choice"].apart or not asks(node.meta["match"]):
-        return (sent,)
-    whole, ranks = broadcast(mesh.axes), math.prod(mesh.sizes[axis] for axis in step.axes)
-    counts = Step(COUNTS, step.axes, whole.replace(dict.fromkeys(step.axes, Split(0))), whole)
-    every = len(ends) * sympy.Mul(*(sympy.Symbol(mesh.axes[axis], positive=True) for axis in step.axes))
-    return sent, Transfer(counts, (ranks * len(ends),), ends.element_size(), (every,))
+    return Transfer(
+        step, sized(message.meta["val"].shape)[0], message.meta["val"].element_size(), sized(dims_at(message))[0]
+    )
+
+
+def counts_of(node: Node, mesh: Mesh) -> Transfer | None:
+    """Returns by what ranks that have each sorted their own rows learn before where the groups of each one's end, None
+    for a call that sends none, or reads what another one has learnt."""
+    choice, match = node.meta["choice"], node.meta.get("match")
+    if match is None or not choice.apart or not asks(match):
+        return None
+    whole, ends, axes = broadcast(mesh.axes), operands(node)[ENDS].meta["val"], choice.sharing
+    step = Step(COUNTS, axes, whole.replace(dict.fromkeys(axes, Split(0))), whole)
+    every = len(ends) * sympy.Mul(*(sympy.Symbol(mesh.axes[axis], positive=True) for axis in axes))
+    return Transfer(step, (len(ends) * math.prod(mesh.sizes[axis] for axis in axes),), ends.element_size(), (every,))
 
 
 def sent_by(node: Node) -> Step | None:

@@ -25,7 +25,7 @@ from sbpc.mesh.collectives import DISPATCH, WIRE, Lines, seconds_on
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import Ragged
 from sbpc.plans.cost import kernel_work
-from sbpc.plans.measure import dispatch_of, kernel_key, kernel_of, transfer_of
+from sbpc.plans.measure import counts_of, dispatch_of, kernel_key, kernel_of, transfer_of
 
 COMPUTE, INSIDE, ACROSS = "compute", "links inside a node", "links across nodes"
 STREAMS = COMPUTE, INSIDE, ACROSS
@@ -129,7 +129,7 @@ def step_work(step: Any, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> W
 def kernel_work_of(node: Node, mesh: Mesh) -> Work:
     """Returns what one kernel occupies. One that sends rows to the ranks of their groups puts them in order before and
     behind that; where ranks tell each other before how many there are, it waits for the numbers."""
-    kernel, (sent, *counts) = kernel_of(node, mesh), dispatch_of(node, mesh) or (None,)
+    kernel, sent, counts = kernel_of(node, mesh), dispatch_of(node, mesh), counts_of(node, mesh)
     if kernel.free:
         return NOTHING
     seconds = float(mesh.cluster.kernel_seconds(kernel.op, *kernel_work(kernel, mesh.sizes)))
@@ -139,7 +139,7 @@ def kernel_work_of(node: Node, mesh: Mesh) -> Work:
         INSIDE if mesh.inside(sent.step.axes) else ACROSS,
         step_cost(sent.step, sent.shape, sent.itemsize, mesh),
     )
-    waiting = sum(step_cost(each.step, each.shape, each.itemsize, mesh)[0] for each in counts)
+    waiting = 0.0 if counts is None else step_cost(counts.step, counts.shape, counts.itemsize, mesh)[0]
     if not moving:
         return Work(COMPUTE, seconds)
     return Work(stream, moving, pack=seconds / 2 + waiting, unpack=seconds / 2)
