@@ -32,7 +32,7 @@ from sbpc.runtime.module_weights import Call, ModuleWeights, Unplanned
 from sbpc.runtime.own_rows import OwnRows, check_rows_alike
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.agree import agree
-from sbpc.runtime.state import dtensor_optimizers, wrappers
+from sbpc.runtime.state import dtensor_optimizers, dtensor_writes, wrappers
 from sbpc.runtime.state.deferred_init import Recording, check_agreement, same_start
 from sbpc.runtime.state.dtensors import of_rank_zero, refuse_parts, sharded, take_state
 from sbpc.runtime.state.members import members_of
@@ -64,8 +64,9 @@ def parallelize(
     0's values, in their homes; one that no output depends on stays whole. Masters (`masters` of `sbpc.plan`) are in
     float32; `state_dict()` holds copies of them in the types of the model, so write to them by `load_state_dict`, and
     go on from `sbpc.Checkpoints`, which hold all their digits. State dicts come as DTensors, and `load_state_dict`
-    takes them whole or as DTensors of any layout. `torch.save` refuses parts: take whole tensors by
-    `sbpc.full_state_dict(module)`, or call `module.save_pretrained(folder)` of transformers and peft on all ranks.
+    takes them whole or as DTensors of any layout, as `parameter.data = x` does. `torch.save` refuses parts: take whole
+    tensors by `sbpc.full_state_dict(module)`, or call `module.save_pretrained(folder)` of transformers and peft on all
+    ranks. What would be written into a copy of a part, as by `parameter[3].zero_()`, is refused.
 
     Every rank gives the whole batch, the same on all; or its own rows of it where the plan was made with
     `inputs="data"`, evenly or not, as the loaders of DistributedSampler and accelerate give them, and gets its rows
@@ -159,6 +160,7 @@ def parallelize(
         plan, *others = map(unguarded, (plan, *others))
     value = source_of_weights(model, plan, init, weights, where)
     dtensor_optimizers.install()
+    dtensor_writes.install()
     refuse_parts()
     wrappers.refuse()
     result = skeleton(model)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.distributed.tensor import DTensor
 
 from sbpc._compat import keeps_graph, writes_of
 from sbpc.errors import PlanError
@@ -80,7 +81,7 @@ class StepFunction(Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Runs the backward program. Values saved for it die at their last use, unless the graph is retained."""
         with torch.no_grad(), ctx.runner.same.together(f"a backward of plan {ctx.runner.same.number}"):
-            gradients = StepFunction.gradients(ctx, [grad.detach() for grad in grads])
+            gradients = StepFunction.gradients(ctx, [whole(grad).detach() for grad in grads])
         if torch.is_grad_enabled():  # create_graph=True
             gradients = NoSecondGradient.apply(*(each if each is None else each.requires_grad_() for each in gradients))
         return None, None, None, None, None, *gradients
@@ -105,6 +106,11 @@ class StepFunction(Function):
         if ctx.lease is not None and ctx.retained is None:
             ctx.lease.over = True
         return runner.for_leaves(ctx.leaves, gradients)
+
+
+def whole(gradient: Tensor) -> Tensor:
+    """Returns the gradient of a result, which is a DTensor where a number of parameters was added to a loss."""
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 class NoSecondGradient(Function):

@@ -82,8 +82,7 @@ def autograd_node() -> object | None:
 
 @contextlib.contextmanager
 def composite_ops() -> Iterator[None]:
-    """Turns off the fused layers of mkldnn and of the attention fast path while this lasts: they keep opaque
-    workspaces."""
+    """Turns off fused layers of mkldnn and attention's fast path while this lasts: they keep opaque workspaces."""
     mkldnn, fast = torch._C._get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
     torch._C._set_mkldnn_enabled(False)
     torch.backends.mha.set_fastpath_enabled(False)
@@ -159,8 +158,7 @@ def load_custom_ops() -> None:
 
 @contextlib.contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Keeps torch from logging each op that refuses its fake operands, with a traceback of its own; the error tells
-    the same."""
+    """Keeps torch from logging, with a traceback, each op that refuses fake operands; the error tells the same."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -191,8 +189,7 @@ def op_names() -> list[str]:
 
 
 def overload_of(op: Any) -> OpOverload | None:
-    """Returns the overload of `op`: itself, the default one of a packet, or the op that `torch.library.custom_op`
-    made."""
+    """Returns the overload of `op`: itself, a packet's default one, or what `torch.library.custom_op` made."""
     overload = getattr(op, "_opoverload", op)
     if isinstance(overload, torch._ops.OpOverloadPacket) and "default" in overload.overloads():
         overload = overload.default
@@ -239,8 +236,7 @@ def schema_of(op: Any) -> Any:
 
 
 def slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yields the place of every parameter and buffer of a module: its qualified name, the table that holds it, its
-    key there."""
+    """Yields the place of every parameter and buffer: its qualified name, the table that holds it, its key there."""
     for path, owner in module.named_modules():
         for table in (owner._parameters, owner._buffers):
             for key, value in table.items():
@@ -256,14 +252,12 @@ def left_out_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def local_of(tensor: Any) -> Any:
-    """Returns this rank's shard of a DTensor, or a plain tensor itself. Unlike `to_local` it leaves no trace in
-    autograd."""
+    """Returns this rank's shard of a DTensor, or a plain tensor itself. Unlike `to_local`, autograd does not see it."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def with_local(like: Any, local: Tensor) -> Any:
-    """Returns the DTensor laid out like `like` with this shard, made contiguous; the shard itself if `like` is no
-    DTensor."""
+    """Returns the DTensor laid out like `like` with this shard, contiguous; the shard if `like` is no DTensor."""
     if not isinstance(like, DTensor):
         return local
     return DTensor.__new__(DTensor, local.contiguous(), like._spec, requires_grad=False)  # type: ignore[call-arg]
@@ -370,6 +364,11 @@ def float8_product(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
 def storage_of(tensor: Tensor) -> int:
     """Returns a number that two live tensors have in common if they share memory."""
     return tensor.untyped_storage()._cdata
+
+
+def loses_writes(tensor: Tensor) -> bool:
+    """Returns whether a tensor is a view of a DTensor, and has memory of its own."""
+    return tensor._base is not None and storage_of(local_of(tensor)) != storage_of(local_of(tensor._base))
 
 
 def writes_of(tensor: Tensor) -> int:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from sbpc import _compat
 from tests.processes import run_ranks
@@ -159,6 +159,15 @@ def test_with_local_makes_a_dtensor_of_the_same_layout(mesh: Any) -> None:
     made = _compat.with_local(like, X.T.clone().T + 1)
     assert made.placements == (Shard(1),) and made.device_mesh is mesh and torch.equal(made.full_tensor(), X + 1)
     assert made.to_local().is_contiguous() and _compat.with_local(X, X) is X
+
+
+def test_loses_writes_tells_views_of_a_shard_from_copies(mesh: Any) -> None:
+    whole, split = (DTensor.from_local(torch.ones(4, 3), mesh, [each]) for each in (Replicate(), Shard(0)))
+    assert not any(map(_compat.loses_writes, (whole, split, whole[1], split[:, 1], split + 1, X[0])))
+    for view in (whole[1], split[1], split[1:3], split.flatten()):
+        before, lost = split.to_local().clone() + whole.to_local(), _compat.loses_writes(view)
+        view.mul_(2)
+        assert lost == torch.equal(before, split.to_local() + whole.to_local())
 
 
 def test_detached_is_a_dtensor_that_shares_the_shard(mesh: Any) -> None:

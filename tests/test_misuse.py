@@ -237,7 +237,103 @@ def kept_elsewhere() -> float:
     return found
 
 
+def cut() -> tuple[nn.Module, nn.Module]:
+    """A module whose first weight is split along its rows, and the same on one device, both with gradients."""
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(4, 6)
+    module = sbpc.parallelize(copy.deepcopy(model), planned_cut())
+    for each in (module, model):
+        each(x).backward()
+    return module, model
+
+
+@functools.cache
+def planned_cut() -> sbpc.Plan:
+    pin = {"up.weight": "S(0)", "up.bias": "B", "down.weight": "S(1)", "down.bias": "B"}
+    return sbpc.plan(Net(), (torch.randn(4, 6),), Mesh(x=2), pin=pin)
+
+
+def halves_and_restores(module: Any) -> None:
+    """As averages of weights are put in place for an evaluation, and the weights back."""
+    kept = [p.data for p in module.parameters()]
+    for p in module.parameters():
+        p.data = p.data / 2
+    module.halved = sum(p.square().sum().item() for p in module.parameters())
+    for p, data in zip(module.parameters(), kept):
+        p.data = data
+
+
+def whole_vector(module: Any) -> None:
+    vector = nn.utils.parameters_to_vector(module.parameters())
+    nn.utils.vector_to_parameters(vector * 2, module.parameters())
+
+
+DATA: dict[str, Callable[[Any], Any]] = {
+    "times": lambda m: setattr(m.up.weight, "data", m.up.weight.data * 3),
+    "whole": lambda m: setattr(m.up.weight, "data", torch.arange(48.0).view(8, 6)),
+    "of another layout": lambda m: setattr(m.up.weight, "data", m.down.weight.data.sum() + m.up.weight.data.flip(0)),
+    "gradient": lambda m: setattr(m.up.weight.grad, "data", m.up.weight.grad.data * 5),
+    "in place": lambda m: setattr(m.up.weight, "data", m.up.weight.data.__iadd__(1)),
+    "back": halves_and_restores,
+    "vector": whole_vector,
+}
+
+
+def data_of_parameters() -> float:
+    """`parameter.data = x`, which torch ignores for DTensors; then a step that adds to the gradients."""
+    found = []
+    for write in DATA.values():
+        module, model = cut()
+        x = torch.randn(4, 6)
+        for each in (module, model):
+            write(each)
+            each(x).backward()
+        assert getattr(module, "halved", 0.0) == pytest.approx(getattr(model, "halved", 0.0))
+        found.append(differences(module, model))
+    return max(found)
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "row": lambda w: w[3].zero_(),
+    "rows": lambda w: w[1:5].mul_(2),
+    "assigned rows": lambda w: w.__setitem__(slice(1, 3), w[5:7]),
+    "number": lambda w: w.__setitem__(3, 0.0),
+    "chunk": lambda w: w.chunk(2)[0].fill_(1),
+    "column": lambda w: w[:, 1].zero_(),  # from here on those that torch makes of a rank's part
+    "assigned column": lambda w: w.__setitem__((slice(None), 2), 0.0),
+    "turned": lambda w: w.t().mul_(2),
+}
+
+
+def parts_written() -> list[Any]:
+    """What is written into a part of a weight and of its gradient is there, or refused: torch may write into a copy."""
+    found = []
+    for write in WRITES.values():
+        for of in (lambda each: each.up.weight.data, lambda each: each.up.weight.grad):
+            module, model = cut()
+            write(of(model))
+            try:
+                write(of(module))
+                found.append(differences(module, model) < 1e-12)
+            except PlanError as problem:
+                found.append(str(problem).partition("part (")[2].partition(") ")[2])
+    return found
+
+
+def numbers_of_parameters_in_a_loss() -> float:
+    """A penalty on weights, which makes of the loss a DTensor."""
+    module, model = cut()
+    x = torch.randn(4, 6)
+    for each in (module, model):
+        penalty = sum(p.square().sum() + p.abs().mean() for p in each.parameters())
+        (each(x) * 2 + 0.1 * penalty).backward()
+    return differences(module, model)
+
+
 CASES: dict[str, Callable[[], Any]] = {
+    "data": data_of_parameters,
+    "parts written": parts_written,
+    "numbers of parameters in a loss": numbers_of_parameters_in_a_loss,
     "penalty": penalty,
     "create_graph alone": create_graph_alone,
     "written by hand": lambda: written(by_hand),
@@ -268,7 +364,12 @@ ONE_STAGE = (
     "  Call module.clip_grad_norm_(max_norm), which knows all stages; to look at one stage, take each number's .item()."
 )
 PART = "CheckpointError: this rank's part (4, 6) of a tensor (8, 6) is pickled, as torch.save does"
+LOST = (
+    "of a tensor that is split over ranks, which is a copy of it: the write would be lost\n"
+    "  Write into a whole copy and give that back: x = p.full_tensor(), then x[3] = 0, then p.data = x."
+)
 REFUSED: dict[str, Any] = {
+    "parts written": [LOST] * 10 + [True] * 6,
     "total norms": [ONE_STAGE] * 5,
     "pickles": [
         *[PART] * 3,
