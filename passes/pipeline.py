@@ -243,9 +243,10 @@ def finish(
         with stages.timed("schedule"):
             # it predicts no machine, so the layouts that send least are as good as any
             ideal = mesh.cluster.name == "ideal"
-            some, rounds = not ideal and few_calls(gm) and not is_wide(space.problem), 1 if ideal else WEIGHTS
-            where = space.where_it_counts if some else None
-            plan = choose(plan, options, layouts_at, () if ideal else schemes, made, where, rounds)
+            some, rounds = not ideal and few_calls(gm), 1 if ideal else WEIGHTS
+            where, moves = space.where_it_counts if some and not is_wide(space.problem) else None, space.moves
+            others = () if ideal else schemes
+            plan = choose(plan, options, layouts_at, others, made, where, rounds, moves if some else None)
     return plan
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bench.study import Row, study
+from tests.bench.study import NEAR, Row, study
 
 ROOMY = "squares, ethernet (2, 2)", "three layers, h100 (2,)"  # fastest where schedules may take what the device has
 
@@ -13,6 +13,11 @@ ROOMY = "squares, ethernet (2, 2)", "three layers, h100 (2,)"  # fastest where s
 def test_no_plan_is_faster_by_more_than_2_percent_and_none_is_below_the_bound(name: str) -> None:
     row = study(name)
     assert row.holds, row
+
+
+def test_no_plan_that_differs_in_one_label_is_faster_by_more_than_2_percent() -> None:
+    row = study("three layers, h100 (4,)", parts=1_000)  # all others are too many
+    assert row.tried > 50 and row.ratio <= 1 + NEAR, row
 
 
 def test_a_plan_below_the_bound_or_far_below_ours_is_told() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from sbpc.plans.plan import Plan
 from sbpc.solver import Bounder, Problem, Proof, certify, checked_bound, solve, total
 from sbpc.solver.fold import fold
 from sbpc.solver.problem import gap_of
+from sbpc.solver.surroundings import Surroundings
 
 PARTS = torch.ops.aten.select.int, torch.ops.aten.slice.Tensor
 
@@ -55,6 +57,11 @@ class Space(LayoutProblem):
     def where_it_counts(self, parts: Mapping[str, float], other: float) -> Assignment:
         """Returns the cheapest assignment that was found where a boxing costs a part of its seconds: `parts`, by name
         of the call that makes its value, else `other`. Equal blocks but those at the ends are laid out alike."""
+        counted = self.counted(parts, other)
+        return self.assignment(solve(counted, (), self.classes(1), bounded=False).labels)
+
+    def counted(self, parts: Mapping[str, float], other: float) -> Problem:
+        """Returns the problem of `where_it_counts`."""
         classes, alike = self.classes(1), dict[tuple[int, int], list[float]]()
         places = [(classes[value.producer], index) for value, (_, index) in zip(self.values, self.keys)]
         for place, (node, _) in zip(places, self.keys):
@@ -63,7 +70,32 @@ class Space(LayoutProblem):
             replace(value, closure=value.closure * float(np.mean(alike[place])))
             for value, place in zip(self.values, places)
         ]
-        return self.assignment(solve(Problem(self.variables, values), (), classes, bounded=False).labels)
+        return Problem(self.variables, values)
+
+    def moves(
+        self, assignment: Assignment, waited: Container[str], parts: Mapping[str, float], other: float
+    ) -> Iterator[Assignment]:
+        """Yields the assignments in which one call that makes or reads what is boxed behind the calls `waited`, or
+        that call of all equal blocks, is laid out otherwise; those first that cost least by `where_it_counts`."""
+        labels, around = self.labels(assignment), Surroundings(self.counted(parts, other))
+        near = {at for value, (node, _) in zip(self.values, self.keys) if node.name in waited for at, _ in value.ends}
+        groups = dict[tuple[int, ...], None]()
+        for classes in (self.classes(), self.classes(1)):
+            members = defaultdict[int, list[int]](list)
+            for at, number in enumerate(classes):
+                members[number].append(at)
+            groups |= {tuple(members[classes[at]]): None for at in sorted(near)}
+        costs = {at: around.costs(at, labels) for at in sorted({at for group in groups for at in group})}
+        found = dict[tuple[float, tuple[int, ...]], int]()
+        for group in groups:
+            before = sum(float(costs[at][labels[at]]) for at in group)
+            for label, seconds in enumerate(np.sum([costs[at] for at in group], axis=0)):
+                if np.isfinite(seconds) and any(labels[at] != label for at in group):
+                    found.setdefault((float(seconds) - before, group), label)  # of equal ones the first
+        for (_, group), label in sorted(found.items()):
+            changed = [label if at in group else own for at, own in enumerate(labels)]
+            if np.isfinite(total(self.problem, changed)):
+                yield self.assignment(changed)
 
     def bound(self) -> float:
         """Returns a bound of all assignments, and keeps its multipliers."""

@@ -9,7 +9,8 @@ call is at its least, and once at the weights of `bounding` at which all plans c
 Collectives that go in one message share a latency, so in these problems there is none.
 
 Weights know no time: at the ends of a step there is nothing beside which a collective could run. So the best plan is
-played, and plans are looked for again where a boxing that the step does not wait for counts little.
+played, and plans are looked for again where a boxing that the step does not wait for counts little. At last single
+calls that meet what the step waits for are laid out otherwise, and each such plan is played.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -38,6 +39,7 @@ CLOSE = 1e-3  # fraction by which a plan is busy for longer than a bound, below 
 # what a boxing counts at first that no one waits for, and how many plans, and one, are looked for where it does not
 # count whole
 HIDDEN, TURNS = 0.2, 4
+MOVED = 1_000  # calls, in all, of the plans in which single calls are laid out otherwise
 LOOSE = 5e-2  # fraction by which a bound is to be below what plans are busy for, that a better one is looked for
 
 
@@ -57,6 +59,8 @@ class Layouts(Prover, Protocol):
 LayoutsAt = Callable[[Weights], Layouts]
 # the best assignment where boxing costs parts of its seconds, by name of a call, and of all others such a part
 WhereItCounts = Callable[[Mapping[str, float], float], Assignment]
+# those in which one call that meets what is boxed behind some calls is laid out otherwise, the cheapest there first
+Moves = Callable[[Assignment, Container[str], Mapping[str, float], float], Iterator[Assignment]]
 
 
 @dataclass
@@ -153,6 +157,7 @@ def choose(
     made: Callable[[Assignment], Plan],
     where_it_counts: WhereItCounts | None,
     rounds: int,
+    moves: Moves | None = None,
 ) -> Plan:
     """Returns the plan with the shortest step of those that are fastest at some weights of the streams, and of
     `others`.
@@ -160,7 +165,8 @@ def choose(
     plan: the fastest one where nothing overlaps, with its bound and its prover; it fits into the memory that
     `options` name. options: of the plan to be returned. layouts_at: makes the layout problem at some weights.
     made: makes the plan of an assignment. where_it_counts: None where that takes long. rounds: how many weights are
-    tried, equal ones first; none: nothing is solved, and the bound is that of computing alone.
+    tried, equal ones first; none: nothing is solved, and the bound is that of computing alone. moves: none are tried
+    without.
     """
     streams, prover = streams_of(plan.mesh), Overlap.of(plan)
     known, candidates = [plan.assignment], [overlapped(plan, options)]
@@ -187,15 +193,42 @@ def choose(
         prover.improve_at_weights(layouts_at, plan.mesh, list(map(bare_seconds, candidates)))
     best, hidden = fastest(candidates, options.memory or math.inf), HIDDEN
     for turn in range(TURNS + 1):
-        if where_it_counts is None or best.cost.seconds <= best.cost.compute_seconds * (1 + EQUAL):
-            break  # it waits for no link
+        if where_it_counts is None or not waits(best):
+            break
         if turn < TURNS:
             offer(where_it_counts(*parts_that_count(best, hidden)))
         else:  # once as if nothing waited for what the plan does not box: it may go beside kernels
             offer(where_it_counts(parts_that_count(best, HIDDEN)[0], HIDDEN))
         before, best = best, fastest(candidates, options.memory or math.inf)
         hidden = hidden if best is not before else (1 + hidden) / 2
+    if moves is not None:
+        best = moved(best, moves, known, lambda other: overlapped(made(other), options))
     return overlapped(best, options, prover, min(prover.bound, best.cost.seconds), plan.lower_bound)
+
+
+def waits(plan: Plan) -> bool:
+    """Returns whether the step of a plan waits for a link."""
+    return plan.cost.seconds > plan.cost.compute_seconds * (1 + EQUAL)
+
+
+def moved(best: Plan, moves: Moves, known: list[Assignment], made: Callable[[Assignment], Plan]) -> Plan:
+    """Returns the plan, or a faster one to which a way leads from it on which single calls are laid out otherwise.
+
+    known: assignments that were tried. made: makes the plan of an assignment.
+    """
+    calls = sum(node.op == "call_function" for node in best.unscheduled.graph.nodes)
+    left = MOVED // max(calls, 1)
+    while left and waits(best):
+        parts = parts_that_count(best, HIDDEN)
+        waited = {name for name, part in parts[0].items() if part > HIDDEN}
+        others = (other for other in moves(best.assignment, waited, *parts) if other not in known)
+        tried = list(itertools.islice(others, (left + 1) // 2))  # the others may follow the best of these
+        if not tried:
+            break
+        known += tried
+        left -= len(tried)
+        best = fastest([best, *map(made, tried)], best.options.memory or math.inf)
+    return best
 
 
 def parts_that_count(plan: Plan, hidden: float) -> tuple[dict[str, float], float]:
