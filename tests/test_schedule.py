@@ -158,15 +158,19 @@ def bytes_in_order(gm: GraphModule, mesh: Mesh, seed: int) -> None:
 
 @pytest.mark.parametrize("net, mesh", [("mlp", MESHES[3]), ("gpt2", MESHES[2]), ("resnet", MESHES[2])], ids=repr)
 def test_the_bytes_of_an_order_need_no_graph(net: str, mesh: Mesh) -> None:
-    """Of random plans, of some in panels and of the parts of a loop, which add to sums in place."""
+    """Of random plans, and of some in panels."""
     model, args = getattr(models, net)(**NETS[net])
     plan = sbpc.plan(model, args, mesh, microbatches=1)
     for seed in range(2):
         other = random_plan(plan, seed)
         bytes_in_order((random_panels(other, seed) if seed % 2 else other).unscheduled, mesh, seed)
-    loop = sbpc.plan(model, args, mesh, microbatches=4).programs[0]
+
+
+def test_the_bytes_of_an_order_that_adds_to_sums_need_no_graph() -> None:
+    """Of the parts of a loop over micro-batches, which add in place."""
+    loop = sbpc.plan(*models.mlp(), Mesh(x=2, y=2), microbatches=4).programs[0]
     for parts in ((FORWARD,), (INPUTS, WEIGHTS)):
-        bytes_in_order(extracted(loop, parts).gm, mesh, 0)
+        bytes_in_order(extracted(loop, parts).gm, loop.chunk.mesh, 0)
 
 
 def test_the_bytes_of_an_order_that_sends_rows_need_no_graph() -> None:
@@ -499,3 +503,20 @@ def test_kernels_beside_links_end_when_their_seconds_are_over(seed: int) -> None
         seconds += span.end - span.start
     clock.settle()
     assert clock.now == pytest.approx(seconds) and all(link.start < link.end for link in links)
+
+
+def test_the_fastest_plan_is_found_though_few_are_scheduled() -> None:
+    """As if all were, where any bytes may be alive."""
+    plan, *_ = gpt_on_slow_links()
+    plans = [plan, *(random_plan(plan, seed) for seed in range(3)), replace(plan)]
+    seconds = [schedule_seconds(each) for each in plans]
+    found = choice.fastest([replace(each) for each in plans], math.inf)
+    assert seconds[0] == min(seconds) < max(seconds) and found.cost.seconds == pytest.approx(min(seconds))
+    scheduled = [replace(each) for each in plans]
+    assert choice.fastest(scheduled, math.inf) is scheduled[0]
+    assert sum("cost" in vars(each) for each in scheduled) < len(plans)
+
+
+def schedule_seconds(plan: Plan) -> float:
+    """What the step of a plan takes, that is scheduled whatever others take."""
+    return replace(plan).cost.seconds

@@ -262,7 +262,8 @@ def fastest(plans: Sequence[Plan], limit: float) -> Plan:
     """Returns of the plans that are about as fast as the fastest the one whose step and computing take least together.
 
     limit: of bytes, which the first plan keeps. They are looked at by what is known of them, which is more each time:
-    what keeps a stream busy; what the fastest order takes, whatever bytes; all. Others are no faster than the last one.
+    what keeps a stream busy; what the fastest order takes, whatever bytes; all. The others are left once one takes no
+    longer than is known of them, nor its own orders: within fewer bytes others are made, which may be faster.
     """
     queue = [(least_seconds(plan), at, False) for at, plan in enumerate(plans)]
     most, found = math.inf, dict[int, Plan]()
@@ -273,8 +274,9 @@ def fastest(plans: Sequence[Plan], limit: float) -> Plan:
         if not ordered:
             heapq.heappush(queue, (max(seconds, plan.programs[0].tried.seconds), at, True))
         elif not at or plan.cost.memory["total"] <= limit:
-            found[at], most = plan, min(most, plan.cost.seconds * (1 + EQUAL))
-    near = [plan for _, plan in sorted(found.items()) if plan.cost.seconds <= most]
+            found[at], most = plan, min(most, max(seconds, plan.cost.seconds) * (1 + EQUAL))
+    least = min(plan.cost.seconds for plan in found.values())
+    near = [plan for _, plan in sorted(found.items()) if plan.cost.seconds <= least * (1 + EQUAL)]
     return min(near, key=lambda plan: plan.cost.seconds + plan.cost.compute_seconds)
 
 
