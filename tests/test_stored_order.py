@@ -48,7 +48,7 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
 def planned(case: str) -> Plan:
     """The plan of a case."""
     mesh, options = CASES[case]
-    return sbpc.plan(*models.gpt2(batch=16, seq=32, width=64, heads=4, layers=2), mesh, **options)
+    return sbpc.plan(*models.gpt2(batch=16, seq=32, width=64, heads=4, layers=1), mesh, **options)
 
 
 def texts(plan: Plan) -> list[str]:
@@ -220,7 +220,7 @@ FORGED: list[tuple[str, Callable[[list[Any]], Any], str]] = [
 
 
 def test_no_forged_order_is_read(tmp_path: Path) -> None:
-    for case in ("one program", "1f1b", "computed again in panels"):
+    for case in ("one program", "1f1b"):
         planned(case).save(tmp_path / "plan")
         whole = body_of(tmp_path / "plan")
         for what, change, said in FORGED:
