@@ -188,8 +188,8 @@ def within_memory(
 
     Layouts that spare bytes are tried, and those of the plan without a limit, with parameters cut and gathered
     (`sbpc.passes.stages.zero`). If none of these is almost as fast as the plan without a limit, the body is planned
-    under a limit, too, and under lower ones, at most TRIES in all, until the busiest stage fits. Raises
-    MemoryLimitError.
+    under a limit, too, and under others, at most TRIES in all, until the busiest stage fits: lower ones than what the
+    last body takes, higher ones than those that no body keeps. Raises MemoryLimitError.
     """
     plan, whole, _ = free
     plans = list[Plan]()
@@ -203,14 +203,17 @@ def within_memory(
     add(free)
     if any(each.memory["total"] <= memory and each.cost.seconds <= (1 + ENOUGH) * plan.cost.seconds for each in plans):
         return fastest(plans, memory)
-    total, limited = plan.memory["total"], search(whole)
+    total, limited, refused = plan.memory["total"], search(whole), 0.0
     for _ in range(TRIES):
-        try:
-            tried = draft(limited(LESS * whole.memory["total"] * memory / total))
-        except MemoryLimitError:
+        most = whole.memory["total"] * memory / total  # as much less as the busiest stage is to take less
+        if most <= refused:
             break
-        add(tried)
-        whole = tried.body
+        limit = LESS * most if LESS * most > refused else (refused + most) / 2
+        try:
+            whole = limited(limit)
+        except MemoryLimitError as error:
+            whole, refused = error.nearest, limit
+        add(draft(whole))
         total = plans[-1].memory["total"]
         if min(plan.memory["total"] for plan in plans) <= memory:
             break
