@@ -114,3 +114,20 @@ def test_an_op_with_a_part_that_has_no_rule_stays_whole_and_the_plan_is_loud() -
         len(plan.notes) == 1
         and "no rule for aten.linalg_matrix_exp.default, so every rank computes all" in plan.notes[0]
     )
+
+
+class Margins(nn.Module):
+    """A loss of several labels a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.multilabel_margin_loss(self.layer(x), labels)
+
+
+def test_labels_behind_the_end_of_a_list_do_not_count() -> None:
+    model, x = Margins().double(), torch.randn(4, 8, dtype=torch.float64)
+    labels = torch.tensor([[1, 2, -1, 0], [0, -1, 1, 1], [3, 2, 1, 0], [2, -1, -1, -1]])
+    assert largest_error(sbpc.plan(model, (x, labels), Mesh(x=2)), model, (x, labels)) < 1e-12

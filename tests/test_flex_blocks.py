@@ -123,6 +123,13 @@ def test_a_mask_as_an_argument_is_refused_with_what_to_do() -> None:
     assert message.endswith("make it in the forward, by create_block_mask from tensors that are given.")
 
 
+def test_a_limit_of_memory_has_prices_for_scores() -> None:
+    model, args = flexible.Net("window", groups=4, length=64), flexible.batch(length=64)
+    free = sbpc.plan(model, args, Mesh(data=2, x=2))
+    limit = 0.925 * free.memory["total"]  # without prices of scores none was found below 0.935
+    assert sbpc.plan(model, args, Mesh(data=2, x=2), memory=limit).memory["total"] <= limit
+
+
 @pytest.mark.parametrize("cluster", [None, "h100"])
 @pytest.mark.parametrize(("kinds", "groups"), [(("window", "alibi"), 4), (("documents", "table"), 2)])
 def test_scores_are_in_the_predicted_memory_where_no_kernel_of_gpus_does_without(

@@ -21,9 +21,10 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish, exactly
 from sbpc.passes.assign.build_tables import narrowed, only_renames, tabulate
 from sbpc.passes.assign.label_tables import Table, Tensors
-from sbpc.passes.assign.local_bytes import Place, local_bytes
+from sbpc.passes.assign.local_bytes import Place, PlaceKind, local_bytes
 from sbpc.passes.assign.wishes import refusal
 from sbpc.plans.chunk import Assignment
+from sbpc.plans.written_calls import is_dense, scores_held
 from sbpc.rules.choices import of_stored
 from sbpc.rules.sum_types import sent_in, sums_of
 from sbpc.solver import Problem, Value, Variable, star
@@ -225,7 +226,15 @@ class LayoutProblem:
         """Returns the bytes on the busiest rank at a place of variable number `at`, by label."""
         table = self.tables[at]
         tensors = tensors_of(self.nodes[at]) if at < len(self.nodes) else self.output_tensors[at]
-        return self.once((id(table), "bytes", place), lambda: local_bytes(table, place, tensors))
+        size = self.once((id(table), "bytes", place), lambda: local_bytes(table, place, tensors))
+        if place.kind is PlaceKind.WORKING_SET and is_dense(node := self.nodes[at], self.mesh):
+            return size + self.once((id(table), "scores", node), lambda: self.scores(node, table))
+        return size
+
+    def scores(self, node: Node, table: Table) -> Array:
+        """Returns what FlexAttention without a kernel holds besides operands and results, by label."""
+        layouts = [[decode(code, self.mesh.axes) for code in codes.tolist()] for codes in table.ins]
+        return np.array([float(scores_held(node, each, self.mesh)) for each in zip(*layouts)])
 
     @cached_property
     def problem(self) -> Problem:

@@ -210,8 +210,8 @@ class LoopPlanner:
 
         Layouts that spare bytes are tried, and those of the plan without a limit, with parameters cut and gathered
         (`sbpc.passes.stages.zero`). If none of these is almost as fast as the plan without a limit, the body is planned
-        under a limit, too, and under lower ones, at most TRIES in all, until the busiest stage fits. Raises
-        MemoryLimitError.
+        under a limit, too, and under others, at most TRIES in all, until the busiest stage fits: lower ones than what
+        the last body takes, higher ones than those that no body keeps. Raises MemoryLimitError.
         """
         plan, whole, _ = free
         plans = list[Plan]()
@@ -226,14 +226,17 @@ class LoopPlanner:
         enough = (1 + ENOUGH) * plan.cost.seconds
         if any(each.memory["total"] <= memory and each.cost.seconds <= enough for each in plans):
             return fastest(plans, memory)
-        total, limited = plan.memory["total"], self.limited(whole)
+        total, limited, refused = plan.memory["total"], self.limited(whole), 0.0
         for _ in range(TRIES):
-            try:
-                tried = self.draft(limited(LESS * whole.memory["total"] * memory / total), plan)
-            except MemoryLimitError:
+            most = whole.memory["total"] * memory / total  # as much less as the busiest stage is to take less
+            if most <= refused:
                 break
-            add(tried)
-            whole = tried.body
+            limit = LESS * most if LESS * most > refused else (refused + most) / 2
+            try:
+                whole = limited(limit)
+            except MemoryLimitError as error:
+                whole, refused = error.nearest, limit
+            add(self.draft(whole, plan))
             total = plans[-1].memory["total"]
             if min(each.memory["total"] for each in plans) <= memory:
                 break

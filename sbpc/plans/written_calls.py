@@ -13,7 +13,7 @@ from sbpc._compat import storage_of
 from sbpc.graph.flex import DENSE
 from sbpc.graph.held_bytes import held_bytes
 from sbpc.graph.operands import leaves, operands
-from sbpc.mesh.layout import chunk
+from sbpc.mesh.layout import Layout, chunk
 from sbpc.mesh.mesh import Mesh
 from sbpc.rules.binding import flat_outputs
 from sbpc.rules.grouped_product import is_several
@@ -31,7 +31,7 @@ def written(node: Node, mesh: Mesh) -> Calls | None:
     split, or has rows that ranks share out, or holds more than its results while it runs; None for any other."""
     match = node.meta.get("match")
     choice = node.meta.get("choice")
-    if node.target in DENSE and not mesh.cluster.has_gpus:
+    if is_dense(node, mesh):
         return dense_call(node, mesh)
     if match is None or choice is None:
         return None
@@ -60,19 +60,39 @@ def written(node: Node, mesh: Mesh) -> Calls | None:
 
 def shards_read(node: Node, mesh: Mesh) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     """Returns the types and shapes of the operands of a call on the rank at the origin."""
-    shards = []
-    for x in operands(node):
-        shape, cuts = x.meta["sbp"].busiest(x.meta["val"].shape, mesh.sizes, mesh.routing.most)
-        origin = (0,) * len(mesh.sizes)
+    return shards_in(node, [x.meta["sbp"] for x in operands(node)], mesh)
+
+
+def shards_in(node: Node, layouts: Sequence[Layout], mesh: Mesh) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """Returns the same where the operands are in these layouts."""
+    shards, origin = [], (0,) * len(mesh.sizes)
+    for x, layout in zip(operands(node), layouts, strict=True):
+        shape, cuts = layout.busiest(x.meta["val"].shape, mesh.sizes, mesh.routing.most)
         local_shape = tuple(chunk(size, axes, mesh.sizes, origin)[1] for size, axes in zip(shape, cuts))
         shards.append((x.meta["val"].dtype, local_shape))
     return shards
+
+
+def is_dense(node: Node, mesh: Mesh) -> bool:
+    """Returns whether a call is FlexAttention without a kernel, which holds all scores of a rank at once."""
+    return node.target in DENSE and not mesh.cluster.has_gpus
+
+
+def scores_held(node: Node, layouts: Sequence[Layout], mesh: Mesh) -> int:
+    """Returns the bytes that FlexAttention without a kernel holds besides its results, of operands in layouts."""
+    return dense_bytes(node, shards_in(node, layouts, mesh))[-1]
 
 
 def dense_call(node: Node, mesh: Mesh) -> Calls:
     """Returns FlexAttention without a kernel as one call: what it holds besides its results is a storage of its
     own."""
     shards = shards_read(node, mesh)
+    first, sizes = len(shards), dense_bytes(node, shards)
+    return [([*range(first)], sizes)], [*range(first, first + len(sizes) - 1)], None
+
+
+def dense_bytes(node: Node, shards: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> list[int]:
+    """Returns the bytes of its results, and of what it holds besides."""
     key = node.target, *shards, repr(map_arg(node.args, lambda _: None))
     if key not in HELD:
         made = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in shards]
@@ -80,8 +100,7 @@ def dense_call(node: Node, mesh: Mesh) -> Calls:
         results, peak = held_bytes(DENSE[node.target], args)
         sizes = [x.untyped_storage().nbytes() for x in flat_outputs(results) if x is not None]
         HELD[key] = [*sizes, peak - sum(sizes)]
-    first, sizes = len(shards), HELD[key]
-    return [([*range(first)], sizes)], [*range(first, first + len(sizes) - 1)], None
+    return HELD[key]
 
 
 def calls_of_op(
