@@ -39,7 +39,9 @@ CLOSE = 1e-3  # fraction by which a plan is busy for longer than a bound, below 
 # what a boxing counts at first that no one waits for, and how many plans, and one, are looked for where it does not
 # count whole
 HIDDEN, TURNS = 0.2, 4
-MOVED = 1_000  # calls, in all, of the plans in which single calls are laid out otherwise
+# calls, in all, of the plans in which single calls are laid out otherwise, and how many of these are worth trying at
+# all: of larger graphs the few that could be tried save nothing
+MOVED, MOVES = 1_000, 8
 LOOSE = 5e-2  # fraction by which a bound is to be below what plans are busy for, that a better one is looked for
 
 
@@ -218,6 +220,8 @@ def moved(best: Plan, moves: Moves, known: list[Assignment], made: Callable[[Ass
     """
     calls = sum(node.op == "call_function" for node in best.unscheduled.graph.nodes)
     left = MOVED // max(calls, 1)
+    if left < MOVES:
+        return best
     while left and waits(best):
         parts = parts_that_count(best, HIDDEN)
         waited = {name for name, part in parts[0].items() if part > HIDDEN}
