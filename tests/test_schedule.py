@@ -451,7 +451,7 @@ def test_a_faster_plan_that_breaks_the_limit_is_not_chosen() -> None:
     made = {id(plan.assignment): plan for plan in (small, whole)}
     for limit, chosen in ((None, whole), (0.5 * (small.cost.memory["total"] + whole.cost.memory["total"]), small)):
         options = replace(small.options, objective="seconds", memory=limit)
-        plan = choose(small, options, lambda _: None, [whole.assignment], lambda each: made[id(each)], None, 0)  # type: ignore[arg-type, return-value]
+        plan = choose(small, options, lambda _: small.problem, [whole.assignment], lambda each: made[id(each)], None, 0)  # type: ignore[arg-type, return-value]
         assert plan.assignment is chosen.assignment
         assert limit is None or plan.cost.memory["total"] <= limit
 

@@ -66,7 +66,7 @@ class Life:
     def saved(self) -> int:
         """Bytes alive just before the backward begins, 0 where there is none."""
         turn = turn_of([phase_of(moment.node) for moment in self.moments])
-        if turn is None:
+        if turn is None or turn == len(self.moments):  # an order in which all of the forward comes last
             return 0
         return self.live[turn] - self.always - sum(size for _, size in self.moments[turn].makes)
 

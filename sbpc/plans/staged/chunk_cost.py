@@ -20,8 +20,9 @@ from sbpc.graph.ports import BUFFER, GRADIENT, PARAMETER, SEED, Port, placeholde
 from sbpc.plans.chunk import Chunk
 from sbpc.plans.measure import comm_totals, compute_totals, kernels_and_transfers, layout_at, sum_kernel
 from sbpc.plans.memory import Life
-from sbpc.plans.staged.chunk_programs import ChunkPrograms, pieces_in
+from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.part_memory import ADDED, GATHERED, HOME, LEFT, SAVED, Kind, bytes_at, in_flight, kept_by, rise
+from sbpc.plans.staged.pieces import pieces_in
 from sbpc.plans.staged.schedules import FORWARD, WEIGHTS, piece_of
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.plans.timeline import COMPUTE, Left, Work, bucket_of, busy_seconds, makespan, played, timeline, works

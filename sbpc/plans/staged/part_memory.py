@@ -14,7 +14,8 @@ from sbpc.graph.ports import TANGENT, Port, placeholders, results
 from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.memory import Life
-from sbpc.plans.staged.chunk_programs import ChunkPrograms, Program, pieces_in
+from sbpc.plans.staged.chunk_programs import ChunkPrograms, Program
+from sbpc.plans.staged.pieces import pieces_in
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, LATE, WEIGHTS, piece_of
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
 from sbpc.plans.storages import POSITION

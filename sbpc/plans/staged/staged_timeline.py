@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from sbpc.plans.staged.chunk_programs import pieces_in
+from sbpc.plans.staged.pieces import pieces_in
 from sbpc.plans.staged.schedules import EARLY, FORWARD, STEP, Action, Played, piece_of
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.plans.timeline import COMPUTE, Event, Left, makespan, played, works
