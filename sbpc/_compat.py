@@ -49,8 +49,7 @@ __all__ = [
 ]  # fmt: skip
 """What is handed on as it is; the functions below are for whoever imports them."""
 
-TRIED = (2, 15)
-"""The newest release of torch that sbpc has been tried with. `make test-newest` tries the newest there is."""
+TRIED = (2, 15)  # the newest release of torch that sbpc was tried with; `make test-newest` tries the newest there is
 
 
 def untried(version: str) -> str:
@@ -96,8 +95,7 @@ def composite_ops() -> Iterator[None]:
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """Makes torch.compiler.is_compiling() true while this lasts, so that libraries leave out checks of values."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
+    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
     try:
         yield
     finally:
@@ -221,8 +219,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 """The tables of hooks that a call of a module runs besides its forward."""
 GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in HOOKS)
 """Those of `torch.nn.modules.module` that the calls of all modules run."""
-CHILDREN, TENSORS = "_modules", ("_parameters", "_buffers")
-"""Where a module has its submodules, and where its parameters and buffers, among its attributes."""
+CHILDREN, TENSORS = "_modules", ("_parameters", "_buffers")  # attributes: of submodules, of parameters and buffers
 
 
 def has_hook(tensor: Tensor) -> bool:
@@ -256,6 +253,11 @@ def local_of(tensor: Any) -> Any:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def hold(tensor: DTensor, local: Tensor) -> None:
+    """Has a DTensor hold another shard from now on. What was saved of the one before keeps its numbers."""
+    tensor._local_tensor = local
+
+
 def with_local(like: Any, local: Tensor) -> Any:
     """Returns the DTensor laid out like `like` with this shard, contiguous; the shard if `like` is no DTensor."""
     if not isinstance(like, DTensor):
@@ -282,8 +284,7 @@ def on_steps(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Non
     optimizers.profile_hook_step = staticmethod(lambda step: original(wrapped(step)))
 
 
-MIXED = "got mixed torch.Tensor and DTensor"
-"""What torch says of an op that gets DTensors and another tensor; C++ raises it."""
+MIXED = "got mixed torch.Tensor and DTensor"  # what torch says of an op that gets both; C++ raises it
 in_turn = threading.RLock()  # of threads that change torch's table of handlers for a moment
 
 

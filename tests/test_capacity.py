@@ -310,3 +310,13 @@ def test_a_step_whose_head_is_in_slices_shares_out_rows_of_experts() -> None:
     for count in (1, 2):  # the pin could not be met
         plan = sbpc.plan(net, (tokens,), Mesh(a=4), slices=count, **asked)
         assert sum("R(0)" in str(node.meta.get("sbp")) for node in plan.graph.graph.nodes) > 10
+
+
+@pytest.mark.parametrize("sort", ["[L(0), L(0)]", "[L(0), B]"])
+def test_bytes_as_a_formula_know_results_that_lie_in_larger_storages(sort: str) -> None:
+    """Rows that come back lie in a storage of as many as may come: the formula is of all of it."""
+    args = torch.randn(32, 16, 64).bfloat16(), torch.zeros(8).bfloat16()
+    mesh, pin = Mesh(a=2, e=2, cluster="ethernet"), {"_grouped_mm": "[L(0), R(0)]", "sort": sort}
+    plan = sbpc.plan(Routed(64, 128, 8, 2).bfloat16(), args, mesh, pin=pin, capacity=1.5)
+    numbers = {each: 2 for each in plan.cost.memory_expr.free_symbols if each.name in mesh.axes}
+    assert plan.cost.memory_expr.xreplace(numbers) == plan.cost.memory["total"]

@@ -237,6 +237,9 @@ def kept_elsewhere() -> float:
     return found
 
 
+CUT = {"up.weight": "S(0)", "up.bias": "B", "down.weight": "S(1)", "down.bias": "B"}
+
+
 def cut() -> tuple[nn.Module, nn.Module]:
     """A module whose first weight is split along its rows, and the same on one device, both with gradients."""
     torch.manual_seed(0)
@@ -249,8 +252,7 @@ def cut() -> tuple[nn.Module, nn.Module]:
 
 @functools.cache
 def planned_cut() -> sbpc.Plan:
-    pin = {"up.weight": "S(0)", "up.bias": "B", "down.weight": "S(1)", "down.bias": "B"}
-    return sbpc.plan(Net(), (torch.randn(4, 6),), Mesh(x=2), pin=pin)
+    return sbpc.plan(Net(), (torch.randn(4, 6),), Mesh(x=2), pin=CUT)
 
 
 def halves_and_restores(module: Any) -> None:
@@ -293,12 +295,33 @@ def data_of_parameters() -> float:
     return max(found)
 
 
+def data_between() -> float:
+    """Gradients at the signs of weights, which are what they were again before the backward; whether the forward has
+    saved the part at home or a copy of it."""
+    found = []
+    for pin in (CUT, {"down.weight": "B", "up.weight": "B"}):
+        model, x = Net(), torch.randn(4, 6)
+        module = sbpc.parallelize(copy.deepcopy(model), sbpc.plan(Net(), (x,), Mesh(x=2), pin=pin))
+        for each in (module, model):
+            kept = [parameter.data for parameter in each.parameters()]
+            for parameter in each.parameters():
+                parameter.data = parameter.data.sign()
+            result = each(x)
+            for parameter, before in zip(each.parameters(), kept):
+                parameter.data = before
+            result.backward()
+        found.append(differences(module, model))
+    return max(found)
+
+
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "row": lambda w: w[3].zero_(),
     "rows": lambda w: w[1:5].mul_(2),
     "assigned rows": lambda w: w.__setitem__(slice(1, 3), w[5:7]),
     "number": lambda w: w.__setitem__(3, 0.0),
     "chunk": lambda w: w.chunk(2)[0].fill_(1),
+    "several": lambda w: torch._foreach_zero_([w[3], w[4]]),
+    "out": lambda w: torch.mul(w[4], 2.0, out=w[3]),
     "column": lambda w: w[:, 1].zero_(),  # from here on those that torch makes of a rank's part
     "assigned column": lambda w: w.__setitem__((slice(None), 2), 0.0),
     "turned": lambda w: w.t().mul_(2),
@@ -332,6 +355,7 @@ def numbers_of_parameters_in_a_loss() -> float:
 
 CASES: dict[str, Callable[[], Any]] = {
     "data": data_of_parameters,
+    "data between": data_between,
     "parts written": parts_written,
     "numbers of parameters in a loss": numbers_of_parameters_in_a_loss,
     "penalty": penalty,
@@ -369,7 +393,7 @@ LOST = (
     "  Write into a whole copy and give that back: x = p.full_tensor(), then x[3] = 0, then p.data = x."
 )
 REFUSED: dict[str, Any] = {
-    "parts written": [LOST] * 10 + [True] * 6,
+    "parts written": [LOST] * 14 + [True] * 6,
     "total norms": [ONE_STAGE] * 5,
     "pickles": [
         *[PART] * 3,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from sbpc._compat import as_torch_does, local_of, loses_writes, on_dtensors, op_names
+from sbpc._compat import as_torch_does, hold, local_of, loses_writes, on_dtensors, op_names
 from sbpc.errors import PlanError
 from sbpc.runtime.start.lost_ranks import watched
 from sbpc.runtime.state.dtensors import is_planned
@@ -26,7 +26,8 @@ def install() -> None:
     DTensor.data = property(DATA.__get__, set_data)  # type: ignore[assignment, misc]
     for name in op_names():
         packet, _, overload = name.removeprefix("aten::").partition(".")
-        if name.startswith("aten::") and packet.endswith("_") and not packet.startswith("_"):
+        in_place = packet.endswith("_") and (not packet.startswith("_") or packet.startswith("_foreach_"))
+        if name.startswith("aten::") and (in_place or "out" in overload.split("_")):
             on_dtensors(getattr(getattr(aten, packet), overload or "default"), write)
 
 
@@ -49,14 +50,18 @@ def set_data(tensor: DTensor, given: Any) -> None:
     if (given.device_mesh, given.placements) != (tensor.device_mesh, tensor.placements):
         with watched(".data"):
             given = torch.empty_like(tensor).copy_(given)
-    local_of(tensor).data = local_of(given).contiguous()
+    hold(tensor, local_of(given).detach().contiguous())
 
 
 def write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an op in place. Raises PlanError where it would write into a copy."""
-    if is_planned(args[0]) and loses_writes(args[0]):
+    """Runs an op in place, on one tensor or several, or with `out=`. Raises PlanError where it would write into a
+    copy."""
+    first: Any = kwargs.get("out", args[0] if args else None)
+    for each in first if isinstance(first, (list, tuple)) else [first]:
+        if not is_planned(each) or not loses_writes(each):
+            continue
         raise PlanError(
-            f"{op.name()} writes into part {tuple(args[0].shape)} of a tensor that is split over ranks, which is a "
+            f"{op.name()} writes into part {tuple(each.shape)} of a tensor that is split over ranks, which is a "
             "copy of it: the write would be lost\n"
             "  Write into a whole copy and give that back: x = p.full_tensor(), then x[3] = 0, then p.data = x."
         )

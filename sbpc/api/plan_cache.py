@@ -2,7 +2,8 @@
 
 A plan's file is named by a digest of all that planning depends on: the captured graph with its lines of the source,
 the mesh with its cluster, the options, the user's rules, the precision of float32 products, the code of sbpc, and the
-versions of torch and HiGHS. What is read is checked as any plan's file is. Guards are those of the capture at hand.
+versions of torch and HiGHS. What is read is checked as any plan's file is, and what sbpc makes of it when that is first
+used. Guards are those of the capture at hand.
 
 SBPC_CACHE names the folder; 0 is none.
 """

@@ -81,7 +81,8 @@ def sweep(
     loss, targets, train, dtype, capture). The other options are those of `sbpc.plan`, as are capacity, overflow and
     routing for rows of experts. progress: called with the number of the mesh, of how many, and the mesh.
     seconds: CPU seconds after which plans are quick, by default none. Where one more axis has gained less than half a
-    percent, those of large models on meshes of yet more axes are, too; `.quick` says so, and the first row is not.
+    percent, those of large models on meshes of yet more axes are, too; `.quick` says so. The first row is
+    quick only where `seconds` are over.
 
     stages, microbatches, recompute: search whole strategies (`sbpc.api.strategies`): with stages of a pipeline, with
     several micro-batches, with what `recompute` of `sbpc.plan` says. Rows are then a `StrategyRow` each: `.mesh`

@@ -85,8 +85,9 @@ def storage_formulas(life: Life, mesh: Mesh, sizes: Sizes) -> list[Any]:
                 known[key] = boxed_bytes(node, size, mesh, sizes) if boxing else bytes_of(near, place, mesh, sizes)
             whole = node.target in WHOLE and size == life.size[moment.reads[0]]
             found[storage] = found[moment.reads[0]] if whole else known[key]
-            if beside:  # in proportion to that
-                found[storage] *= sympy.Rational(size, sizes_of(near, mesh)[place])
+            own = size if boxing or whole else sizes_of(near, mesh)[place]
+            if own not in (0, size):  # in proportion to that: a result may lie in a larger storage
+                found[storage] *= sympy.Rational(size, own)
     return found
 
 
