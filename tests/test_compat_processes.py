@@ -161,6 +161,13 @@ def test_with_local_makes_a_dtensor_of_the_same_layout(mesh: Any) -> None:
     assert made.to_local().is_contiguous() and _compat.with_local(X, X) is X
 
 
+def test_hold_gives_a_dtensor_another_shard_and_leaves_what_was_saved_of_the_one_before(mesh: Any) -> None:
+    tensor = DTensor.from_local(X.clone(), mesh, [Shard(0)])
+    before = tensor.to_local()
+    _compat.hold(tensor, X + 1)
+    assert torch.equal(tensor.full_tensor(), X + 1) and torch.equal(before, X)
+
+
 def test_loses_writes_tells_views_of_a_shard_from_copies(mesh: Any) -> None:
     whole, split = (DTensor.from_local(torch.ones(4, 3), mesh, [each]) for each in (Replicate(), Shard(0)))
     assert not any(map(_compat.loses_writes, (whole, split, whole[1], split[:, 1], split + 1, X[0])))

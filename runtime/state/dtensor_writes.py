@@ -6,6 +6,7 @@ where rows are split, is a copy, so that `parameter[3].zero_()` changes the copy
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ aten = torch.ops.aten
 DATA: Any = Tensor.data  # a descriptor
 
 
+@functools.lru_cache(maxsize=1)
 def install() -> None:
     """Has torch call the functions below in this process from now on."""
     DTensor.data = property(DATA.__get__, set_data)  # type: ignore[assignment, misc]
