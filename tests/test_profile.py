@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,15 @@ def test_one_device_is_measured_for_the_links_of_a_known_cluster(
     assert cluster.peak != known.peak and device.float32 and device.float64 and device.tf32 is None
     assert device.float64 > 0.5 * device.float32  # twice, but for what else the machine does while it is measured
     assert "1 ranks" in cluster.source and "links as in 'h100'" in cluster.source
+
+
+def test_times_that_do_not_grow_with_work_give_the_rate_of_the_fastest_product() -> None:
+    """As where each is measured once on a machine that does much else besides."""
+    measured = {Product(1, *(int(768 * part) for part in each)): 1e-2 / (1 + at) for at, each in enumerate(SHAPES)}
+    device = Device(4, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0)
+    peak, part, found = products_of(measured, device, 1e15, 4)
+    most = max(2 * s.rows * s.columns * s.depth / took for s, took in measured.items())
+    assert most <= peak < math.inf and 0 <= part <= 1 and 0 < found.product <= 1
 
 
 def test_a_device_is_found_again_by_what_its_kernels_take() -> None:

@@ -183,6 +183,9 @@ def products_of(
             rows.append((1.0, float(waves), float(waves * work), float(device.moved(moved, bandwidth))))
         error, (begin, wave, each, moving) = fitted(rows, [*seconds.values()])
         found += [(error, tile, begin, wave, each, moving)] if each else []
+    if not found:  # measured so badly that more work took no longer: all take what the fastest one did
+        least = min(took / math.prod(s.waves(TILES[0], device.multiprocessors)) for s, took in seconds.items())
+        found = [(math.inf, TILES[0], 0.0, 0.0, float(least), 1.0)]
     _, tile, begin, wave, each, moving = min(found)
     best = max(2 * s.rows * s.columns * s.depth / took for s, took in seconds.items())
     peak = max(best, 1 / each)
