@@ -146,8 +146,8 @@ def first_choice(
     streams = streams_of(mesh)
     assignment, _ = layouts_at(dict.fromkeys(streams, 1 / len(streams))).solve(bounded=False)
     plan = overlapped(made(assignment), options, serial)
-    waits = plan.cost.seconds > least_seconds(plan) * (1 + EQUAL)
-    others = [serial.solve(bounded=False)[0]] if waits else []
+    late = plan.cost.seconds > least_seconds(plan) * (1 + EQUAL)
+    others = [serial.solve(bounded=False)[0]] if late else []
     return choose(plan, options, layouts_at, others, made, None, 0)
 
 

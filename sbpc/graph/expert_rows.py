@@ -213,7 +213,8 @@ def rows_of_peers(
     """
     ranks = len(groups)
     if ends.is_meta:
-        return tuple(ends.new_empty(count, dtype=torch.int64) for count in (most, ranks, ranks))  # type: ignore[return-value]
+        order, sent, came = (ends.new_empty(count, dtype=torch.int64) for count in (most, ranks, ranks))
+        return order, sent, came
     edges = torch.nn.functional.pad(ends.view(ranks, -1).to(torch.int64), (1, 0))
     counts = torch.nn.functional.pad(edges, (0, 1), value=size).diff()  # [ranks, groups]; the last one is behind them
     cuts = torch.tensor([0, *groups[:-1], counts.shape[1]], device=ends.device)
