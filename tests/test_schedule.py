@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.fx import GraphModule, Node
 
 import sbpc
 from sbpc import Mesh, Plan
 from sbpc.errors import PlanError, SbpcError, VerifyError
+from sbpc.graph.operands import is_late
+from sbpc.graph.ports import results
 from sbpc.mesh.cluster import CLUSTERS, Cluster
 from sbpc.mesh.kernels import Attention, Product
 from sbpc.passes.panels.choice import with_panels
@@ -46,6 +49,7 @@ from sbpc.plans.timeline import (
     critical_seconds,
     kind_of,
     makespan,
+    played,
     sends,
     timeline,
     works,
@@ -302,6 +306,26 @@ def test_the_schedule_hides_communication_and_its_seconds_are_those_of_its_timel
         spans = sorted((event.start, event.end) for event in events if event.stream == stream)
         assert all(end <= start + 1e-12 for (_, end), (start, _) in itertools.pairwise(spans))
     assert cost.lower_bound <= cost.seconds and 0 <= cost.serial_gap <= cost.gap < 1
+
+
+@pytest.mark.parametrize("loss", [None, lambda y: y.square().mean()], ids=["made outside", "planned"])
+def test_without_a_loss_the_backward_begins_behind_all_results(loss: Any) -> None:
+    """The caller makes the loss of the results, so no call of the backward runs beside a collective that brings one."""
+    with torch.device("meta"):
+        blocks = [(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)) for _ in range(4)]
+        model, x = nn.Sequential(*itertools.chain(*blocks)), torch.empty(4096, 1024)
+    plan = sbpc.plan(model, (x,), Mesh(a=16, cluster="h100"), loss=loss)
+    work, late = works(plan.boxed, plan.mesh), [is_late(node) for node in plan.boxed.graph.nodes]
+    apart = sum(
+        played({node: each for (node, each), is_of in zip(work.items(), late) if is_of == of}, plan.mesh)[1]
+        for of in (False, True)
+    )
+    if loss is None:
+        nodes, end = list(plan.boxed.graph.nodes), results(plan.boxed)[0]
+        assert end is not None and "awaits" in end.meta and nodes.index(end) < late.index(True)
+        assert plan.cost.seconds == pytest.approx(apart, rel=1e-9)
+    else:
+        assert plan.cost.seconds < apart
 
 
 def test_the_calls_that_a_step_waits_for_are_a_chain_as_long_as_the_step() -> None:

@@ -50,7 +50,7 @@ def list_schedule(
 
     nodes: the calls in an order that works. window: how many calls a call may run ahead of the first one, in the
     order of `nodes`, that has not run; it bounds what is alive at once. rule: one of RULES. after: by call, earlier
-    calls behind which it must run though it reads nothing of theirs. kinds: by collective what is equal for those
+    calls behind whose ends it must run though it reads nothing of theirs. kinds: by collective what is equal for those
     that may share a bucket; without, none does. share: the least part of the time of a bucket, and of a collective
     that joins it, that is latency.
     """
@@ -85,6 +85,7 @@ class ListScheduler:
         for node, earlier in after.items():
             for each in earlier:
                 self.users[number[each]].append(number[node])
+                self.used[number[node]].append(number[each])
                 self.behind[number[node]] += 1
         self.way, self.feed = self.longest_ways()
 

@@ -13,7 +13,9 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from sbpc.graph.ports import TANGENT, placeholders
+from sbpc.graph.loss import chosen
+from sbpc.graph.operands import is_late
+from sbpc.graph.ports import OUTPUT, TANGENT, outputs, placeholders
 
 # Keys in the meta of a call.
 RECOMPUTES = "recomputes"  # the name of the call whose value it computes again
@@ -56,6 +58,7 @@ def must_wait(gm: GraphModule) -> dict[Node, list[Node]]:
 
     A call that computes a value again waits for the gradients with which the value, or what is made of it, first
     meets in the backward; the head on one part of the positions for all of the part before, its backward as well.
+    Where no result is a loss, the caller makes one of them: the backward begins once all results are there.
     """
     nodes, waiting, ends = list(gm.graph.nodes), dict[Node, list[Node]](), dict[int, list[Node]]()
     for node in nodes:
@@ -66,7 +69,22 @@ def must_wait(gm: GraphModule) -> dict[Node, list[Node]]:
             waiting[node] = list(ends[at - 1])
         if all(user.meta.get(SLICE) != at for user in node.users):
             ends.setdefault(at, []).append(node)
-    return waiting | awaited_gradients(nodes, gm)
+    for more in (awaited_gradients(nodes, gm), awaited_results(nodes, gm)):
+        for node, earlier in more.items():
+            waiting.setdefault(node, []).extend(earlier)
+    return waiting
+
+
+def awaited_results(nodes: list[Node], gm: GraphModule) -> dict[Node, list[Node]]:
+    """Returns for what the backward begins with what `must_wait` does."""
+    tangents = placeholders(gm, TANGENT)
+    scalars = [int(port.name) for port, node in tangents.items() if node.meta["val"].numel() == 1]
+    if not tangents or chosen(gm.meta["ports"].results, scalars) is not None:
+        return {}
+    ends = [node for _, node in outputs(gm, OUTPUT) if node.op == "call_function" and not is_late(node)]
+    place = {node: at for at, node in enumerate(nodes)}
+    first = (node for node in nodes if is_late(node) and not any(map(is_late, node.all_input_nodes)))
+    return {node: [end for end in dict.fromkeys(ends) if place[end] < place[node]] for node in first}
 
 
 def awaited_gradients(nodes: list[Node], gm: GraphModule) -> dict[Node, list[Node]]:

@@ -71,7 +71,7 @@ class OrderReader:
         """Takes in a call, and returns it."""
         node = self.call(number)
         before = [used for used in node.all_input_nodes if used.op == "call_function" and used not in self.there]
-        before += [each for each in self.after.get(node, ()) if each not in self.started]
+        before += [each for each in self.after.get(node, ()) if each not in self.there]
         if node in self.started or before:
             what = "stands twice" if node in self.started else f"runs before %{before[0].name}, on which it waits"
             raise VerifyError(f"%{node.name} {what} in the order of the calls\n  Plan anew.")
