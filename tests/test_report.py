@@ -43,6 +43,32 @@ def test_it_is_told_where_a_plan_takes_more_than_a_device_has() -> None:
         assert plan.cost.memory["total"] > 1000 and (told in str(plan)) == tells
 
 
+class Scored(nn.Module):
+    """Returns scores beside its loss, as a model of `transformers` with labels does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2048, 32768)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        scores = self.head(x)
+        return {"loss": nn.functional.cross_entropy(scores, labels), "scores": scores}
+
+
+def test_a_result_that_is_dear_to_bring_and_not_the_loss_is_told_of() -> None:
+    mesh = Mesh(x=16, cluster="h100")
+    with torch.device("meta"):
+        model, args = Scored(), (torch.ones(8192, 2048), torch.zeros(8192, dtype=torch.int64))
+    plan = sbpc.plan(model, args, mesh)
+    (remark,) = plan.remarks
+    assert remark.startswith("the step waits ") and remark in str(plan)
+    layouts = eval(remark.partition("outputs=")[2])
+    left = sbpc.plan(model, args, mesh, outputs=layouts)
+    assert not left.remarks and left.cost.seconds < 0.7 * plan.cost.seconds
+    alone = sbpc.plan(model, args, mesh, loss=lambda results: results["loss"])
+    assert not alone.remarks and alone.cost.seconds <= left.cost.seconds * (1 + 1e-2)
+
+
 def test_names_that_differ_only_in_numbers_are_one() -> None:
     assert some([f"h.{at}.up.{even}" for at in (7, 0, 1, 2) for even in (0, 4)]) == "h.{0-2,7}.up.{0,4}"
     assert some(["h.0.up.0", "h.1.up.0", "h.1.up.1"]) == "h.0.up.0, ..., h.1.up.1"

@@ -32,7 +32,7 @@ from sbpc.plans.staged.schedules import STEP, USUAL, Arrival
 from sbpc.plans.staged.stage_parts import PARTS
 from sbpc.plans.staged.staged_timeline import stage_events, stage_lanes
 from sbpc.plans.timeline import Event
-from sbpc.plans.usage import Usage
+from sbpc.plans.usage import Usage, dear_results
 
 T = TypeVar("T", bound="PlannedStep")
 ROOM = 0.75  # of a device's bytes; others have the rest: kernels, collectives, what the allocator cannot use
@@ -223,10 +223,11 @@ class PlannedStep(Pipeline):
     @property
     def remarks(self) -> tuple[str, ...]:
         """Quiet lines: rules of the user's that are proved or reviewed, ops that are planned as the parts they are
-        made of, a schedule that takes too many bytes, a cache that is not returned."""
+        made of, a schedule that takes too many bytes, a cache that is not returned, a result that is dear."""
         graphs = [self.boxed] if self.loop is None else [chunk.annotated for chunk in self.chunks]
         caches = [f"the {name} among the results is left out: None is returned" for name in dropped(self.ports.results)]
-        return tuple(dict.fromkeys([*(remark for gm in graphs for remark in gm.meta["remarks"]), *caches]))
+        dear = dear_results(self.boxed, self.mesh, self.shapes, self.cost) if self.loop is None else ()
+        return tuple(dict.fromkeys([*(remark for gm in graphs for remark in gm.meta["remarks"]), *caches, *dear]))
 
     # --- its programs -------------------------------------------------------------------------------------------------
     @property
