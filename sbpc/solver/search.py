@@ -23,7 +23,7 @@ BOUND_GAP = {False: 1e-2, True: 3e-2}  # above it finer classes raise the bound;
 EACH, OWN = 8, 2  # labels a variable of a restricted program: by reduced costs; by each of two more orders
 # as STALLED, for messages of a wide problem of which a plan is asked alone: the same plans in half the sweeps
 ENOUGH = 4e-3
-COLUMNS = 50_000  # of a program of all labels below the gap, at most: it takes some two seconds
+COLUMNS = 20_000  # of a program of all labels below the gap, at most: it takes some two seconds
 NEAR_ENOUGH = 3e-4  # the gap to which a restricted program is solved
 
 
