@@ -319,6 +319,8 @@ def test_clusters_are_listed_with_what_their_figures_are_from(capsys, tmp_path):
     assert run("clusters") == 0
     told = capsys.readouterr().out
     assert all(name in told for name in CLUSTERS) and "data sheet: NVIDIA DGX H100" in told
+    heads, *rows = told.split("\n\n")[0].splitlines()  # no cell is cut or broken, however narrow the terminal
+    assert heads.startswith("cluster") and [row.split()[0] for row in rows] == list(CLUSTERS)
     assert run("clusters", "a100", str(tmp_path / "mine.json"), "--json") == 0
     found = [Cluster.of(each, "printed") for each in json.loads(capsys.readouterr().out)]
     assert found == [CLUSTERS["a100"], CLUSTERS["h100"]]
