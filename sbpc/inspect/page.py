@@ -71,7 +71,7 @@ def page_html(
         "asked": asked(plan),
         "alternatives": alternatives,
         "ideal": mesh.cluster.name == "ideal",
-        "cards": cards(plan),
+        "cards": cards(plan, about["curve"]["held"]),
         "losses": curves(losses) if losses else None,
         "traffic": traffic(plan),
         "links": list(links(plan)),
@@ -179,8 +179,8 @@ def asked(plan: Plan) -> list[str]:
     return [*texts, *(f"pin {name} = {layout}" for name, layout in options.pin.items())]
 
 
-def cards(plan: Plan) -> list[dict[str, Any]]:
-    """Returns the figures: a title, a number, what it means, and its parts as (name, text, percent)."""
+def cards(plan: Plan, held: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Returns the figures: a title, a number, what it means, and its parts. held: bytes at the peak by group."""
     cost, mesh = plan.cost, plan.mesh
     unit, device, total = "B" if cost.objective == BYTES else "s", mesh.cluster.memory, cost.memory["total"]
     hidden = cost.comm_seconds - cost.exposed_seconds
@@ -194,11 +194,10 @@ def cards(plan: Plan) -> list[dict[str, Any]]:
         "communicating": cost.exposed_seconds,
         "bubble": cost.bubble_seconds,
     }
-    kinds = {kind: float(size) for kind, size in cost.memory.items() if kind != "total"}
     share = 100 * cost.flops / cost.flops_one_device if cost.flops_one_device else 0.0
     proof = [
-        ("bound", quantity(cost.lower_bound, unit), 100 * (1 - cost.gap)),
-        ("gap", f"{100 * cost.gap:.2f} %", 100 * cost.gap),
+        (0, "bound", quantity(cost.lower_bound, unit), 100 * (1 - cost.gap)),
+        (1, "gap", f"{100 * cost.gap:.2f} %", 100 * cost.gap),
     ]
     part = 100 * total / device
     rounded = f"{part:.{0 if part >= 10 else 2}f}" if part >= 0.01 else "under 0.01"
@@ -206,7 +205,7 @@ def cards(plan: Plan) -> list[dict[str, Any]]:
     figures = [
         ("a step", quantity(cost.seconds, "s"), "; ".join(about), parts(times, "s")),
         ("sent by a rank", quantity(sum(cost.bytes_sent.values()), "B"), "", parts(cost.bytes_sent, "B")),
-        ("peak memory of a rank", quantity(total, "B"), of_device, parts(kinds, "B")),
+        ("peak memory of a rank", quantity(total, "B"), of_device, parts(held, "B")),
         ("gap to the bound", f"{100 * cost.gap:.2f} %", f"no {least(plan)}", proof),
         (
             "flops of a rank",
@@ -218,10 +217,11 @@ def cards(plan: Plan) -> list[dict[str, Any]]:
     return [dict(zip(("title", "number", "about", "parts"), each)) for each in figures]
 
 
-def parts(sizes: Mapping[str, float], unit: str) -> list[tuple[str, str, float]]:
-    """Returns parts of a whole: names, texts and percents. What is nothing is left out."""
+def parts(sizes: Mapping[str, float], unit: str) -> list[tuple[int, str, str, float]]:
+    """Returns parts of a whole: numbers of colours, names, texts and percents. What is nothing is left out."""
     whole = sum(sizes.values())
-    return [(name, quantity(size, unit), 100 * size / whole) for name, size in sizes.items() if size] if whole else []
+    named = [(hue, name, size) for hue, (name, size) in enumerate(sizes.items()) if size]
+    return [(hue, name, quantity(size, unit), 100 * size / whole) for hue, name, size in named]
 
 
 def traffic(plan: Plan) -> list[tuple[tuple[str, ...], list[float]]]:

@@ -79,7 +79,7 @@ def figure_lines(plan: Plan) -> list[str]:
         f"proof     no {least(plan)}: the gap is {100 * cost.gap:.2f} %{serial}",
         f"flops     {quantity(cost.flops, '')} a rank, {share:.1f} % of {whole}",
         *([f"sent      {sent or 'nothing'} by the busiest rank"] if plan.loop is not None else []),
-        "memory    " + ", ".join(f"{quantity(size, 'B')} {kind}" for kind, size in cost.memory.items()),
+        memory_line(cost),
     ]
     lines += row_lines(plan.options)
     if cost.memory["total"] > mesh.cluster.memory:
@@ -88,6 +88,14 @@ def figure_lines(plan: Plan) -> list[str]:
     if plan.cached is not None:
         lines.append(f"made      before, and read from {plan.cached} (SBPC_CACHE=0 plans anew)")
     return lines + ([IDEAL] if mesh.cluster.name == "ideal" else [])
+
+
+def memory_line(cost: Cost) -> str:
+    """Returns a line about the most bytes of each kind, and those at the peak, where not all of these are alive."""
+    kinds = {kind: size for kind, size in cost.memory.items() if kind != "total"}
+    beside = ", less than their sum" if sum(kinds.values()) > cost.memory["total"] else ""
+    told = ", ".join(f"{quantity(size, 'B')} {kind}" for kind, size in kinds.items())
+    return f"memory    {told}; {quantity(cost.memory['total'], 'B')} at the peak{beside}"
 
 
 def row_lines(asked: Options) -> list[str]:
