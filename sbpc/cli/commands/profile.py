@@ -96,7 +96,8 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
         f"inter     {1e6 * cluster.inter_latency:.3g} us a round, {quantity(cluster.inter_bandwidth, 'B/s')} a node",
     ]
     lines += [
-        f"kernels   {types_of(cluster).removeprefix('kernels ')}; a convolution takes {cluster.convolution:.3g} x as long as a product of as "
+        f"kernels   {types_of(cluster).removeprefix('kernels ')}; "
+        f"a convolution takes {cluster.convolution:.3g} x as long as a product of as "
         f"many flops; to start a collective costs a rank {1e6 * cluster.start:.3g} us",
         f"together  a rank computes {cluster.sharing:.3g} x as fast while no other one does; beside a collective "
         "kernels take "
