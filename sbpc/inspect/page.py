@@ -22,7 +22,6 @@ from sbpc.inspect.page_charts import curves, memory, schedule, timeline
 from sbpc.inspect.page_graph import TITLES, Folded, fold, origins
 from sbpc.inspect.picture import hue_of, meaning, states_in, template
 from sbpc.inspect.report import (
-    boxings,
     bytes_of,
     chips_of,
     chunks_json,
@@ -31,11 +30,11 @@ from sbpc.inspect.report import (
     least,
     numberless,
     spans,
+    transfers,
 )
 from sbpc.inspect.tables import quantity
 from sbpc.mesh.collectives import EIGHT_BITS
 from sbpc.plans.cost import Transfer
-from sbpc.plans.measure import transfer_of
 from sbpc.plans.options import BYTES, NONE
 from sbpc.plans.plan import Plan
 from sbpc.plans.timeline import Event
@@ -228,10 +227,10 @@ def traffic(plan: Plan) -> list[tuple[tuple[str, ...], list[float]]]:
     """Returns by module, phase, kind and axis of collectives how many there are, the bytes that a rank sends, and the
     seconds that they take, those that take longest first."""
     found, mesh = dict[tuple[str, ...], list[float]](), plan.inner
-    for node, times in boxings(plan):
-        moved, step = transfer_of(node, mesh), node.meta["step"]
-        taken, sent = step_cost(step, moved.shape, moved.itemsize, mesh)
-        key = numberless(module_of(node)), node.meta.get("phase", "forward"), collective_of(node), mesh.key(step.axes)
+    for node, moved, times in transfers(plan):
+        taken, sent = step_cost(moved.step, moved.shape, moved.itemsize, mesh)
+        what = collective_of(node, moved), mesh.key(moved.step.axes)
+        key = numberless(module_of(node)), node.meta.get("phase", "forward"), *what
         found[key] = [a + b * times for a, b in zip(found.get(key, [0.0, 0.0, 0.0]), (1, sent, taken))]
     return sorted(found.items(), key=lambda item: (-item[1][2], -item[1][1], item[0]))
 
@@ -244,7 +243,7 @@ def module_of(node: Node) -> str:
 def links(plan: Plan) -> list[tuple[str, float, float]]:
     """Returns, by axis over which anything is sent, how long a message takes at least, and the bandwidth."""
     found, mesh = {}, plan.inner
-    for step in (node.meta["step"] for node, _ in boxings(plan)):
+    for step in (moved.step for _, moved, _ in transfers(plan)):
         if all(mesh.sizes[axis] == 1 for axis in step.axes):
             continue
         latency, bandwidth, _ = mesh.link(step.axes, step.collective)
