@@ -19,7 +19,8 @@ from sbpc.plans.rank_programs import Programs
 AnyPlan = Plan | Programs
 ANOTHER_MODEL = "Give the model that was planned, or plan this one."
 OTHER_SHAPES = (
-    "Plan once for every shape, which sbpc.parallelize(..., also=) takes, or pad the last batch to the planned one."
+    "Give also='auto' to sbpc.parallelize, which plans other shapes when they come, or pad the last batch to the"
+    " planned one."
 )
 
 
@@ -98,8 +99,8 @@ def other_mode(modes: frozenset[str], planned: frozenset[str]) -> PlanError:
     return PlanError(
         f"the module is in another mode (train or eval) than when it was planned:"
         f" {name or 'the model itself'} is in {mode[name in modes]}, was in {mode[name in planned]}\n"
-        "  For evaluation plan model.eval() too, with train=False and pin=plan.parameters,"
-        " and give it as parallelize(..., evaluate=)."
+        "  Give also='auto' to sbpc.parallelize, which plans evaluation when it comes; or plan model.eval() too, with"
+        " train=False and pin=plan.parameters, and give it as parallelize(..., evaluate=)."
     )
 
 

@@ -118,7 +118,7 @@ ERRORS = [
   planned: (float64[8, 5], float64[8, 3])
   Plan the model on such arguments, too, with pin=plan.parameters, and give it as parallelize(..., also=[...]); or pad them to planned shapes.""",
     """argument 0 is torch.float64 (4, 5), the plan is for torch.float64 (5, 5)
-  Plan once for every shape, which sbpc.parallelize(..., also=) takes, or pad the last batch to the planned one.""",
+  Give also='auto' to sbpc.parallelize, which plans other shapes when they come, or pad the last batch to the planned one.""",
     "also is a Plan\n  Give a list of plans.",
     "inner.weight is stored in [S(0)] by one plan, in [B] by the other\n  Make the other one with pin=plan.parameters.",
 ]

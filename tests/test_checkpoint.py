@@ -276,6 +276,12 @@ def test_the_command_line_converts_weights_between_every_two_forms(
     for found in (other.state_dict(), torch.load(chain[4], weights_only=True), read_tensors(chain[5])):
         assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert main(["convert", str(saved), "--step", "3", "-o", str(tmp_path / "e.pt")]) == 0
+    save_weights(weights_of(Tied()), tmp_path / "tied.safetensors")
+    capsys.readouterr()
+    for destination, left in (("g.safetensors", True), ("g.pt", False)):
+        assert main(["convert", str(tmp_path / "tied.safetensors"), "-o", str(tmp_path / destination)]) == 0
+        assert ("no buffers that are not persistent, as scale: write *.pt" in capsys.readouterr().out) == left
+    Tied().load_state_dict(torch.load(tmp_path / "g.pt", weights_only=True))
     assert not torch.equal(torch.load(tmp_path / "e.pt", weights_only=True)["0.weight"], wanted["0.weight"])
     (tmp_path / "bad.pt").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     capsys.readouterr()

@@ -319,6 +319,8 @@ def test_clusters_are_listed_with_what_their_figures_are_from(capsys, tmp_path):
     assert run("clusters") == 0
     told = capsys.readouterr().out
     assert all(name in told for name in CLUSTERS) and "data sheet: NVIDIA DGX H100" in told
+    heads, *rows = told.split("\n\n")[0].splitlines()  # no cell is cut or broken, however narrow the terminal
+    assert heads.startswith("cluster") and [row.split()[0] for row in rows] == list(CLUSTERS)
     assert run("clusters", "a100", str(tmp_path / "mine.json"), "--json") == 0
     found = [Cluster.of(each, "printed") for each in json.loads(capsys.readouterr().out)]
     assert found == [CLUSTERS["a100"], CLUSTERS["h100"]]
@@ -359,3 +361,10 @@ def test_the_module_is_the_command_and_a_closed_pipe_is_no_error(target):
     found = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=120)
     assert (found.returncode, found.stdout.count("\n")) == (0, 1)
     assert "Traceback" not in found.stderr and "Broken" not in found.stderr
+
+
+def test_a_run_without_a_loss_is_refused_before_ranks_start(tmp_path, capsys, monkeypatch):
+    path = tmp_path / f"results_of_{tmp_path.name}.py"
+    path.write_text("import torch\n\ndef linear():\n    return torch.nn.Linear(4, 4), (torch.ones(2, 4),)\n")
+    monkeypatch.setattr("sbpc.cli.commands.run.launch", lambda *_: pytest.fail("ranks were started"))
+    assert "with gradients, (2, 4), none a loss" in refused(capsys, "run", f"{path}:linear", "--mesh", "data=2")

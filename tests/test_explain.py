@@ -127,6 +127,12 @@ def test_values_and_inputs_can_be_explained(small: sbpc.Plan) -> None:
     assert "it comes in from outside" in given.decided[0] and given.how == "there is no other layout that it may have"
 
 
+def test_of_a_pattern_the_first_that_it_matches_is_explained(layers: sbpc.Plan) -> None:
+    for pattern in ("blocks.*.up.weight", "*.{1,0-3}.up.weight"):
+        found = layers.explain(pattern)
+        assert found.name == f"blocks.{int('{' in pattern)}.up.weight" and found.layout == layers.layout(found.name)
+
+
 def test_a_plan_from_a_file_explains_itself_alike(layers: sbpc.Plan, tmp_path) -> None:
     layers.save(tmp_path / "plan.sbpc")
     found, known = (plan.explain("blocks.1.up.weight") for plan in (sbpc.load(tmp_path / "plan.sbpc"), layers))

@@ -200,7 +200,7 @@ tensor  all_reduce      1                  192
 seconds   4.13e-09 a step: 3.94e-09 computing, 1.92e-10 communicating
 proof     no plan with these pins takes less than 4.13e-09 s: the gap is 0.00 %
 flops     3.94 k a rank, 50.0 % of one device's 7.87 k (1/2 is 50.0 %)
-memory    512 B parameters, 512 B gradients, 1.02 kB optimizer, 960 B activations, 0 B temporaries, 2.95 kB total
+memory    512 B parameters, 512 B gradients, 1.02 kB optimizer, 960 B activations, 0 B temporaries; 2.95 kB at the peak, less than their sum
 cluster   'ideal': a byte costs as much as a flop. It predicts no real machine; name one (h100, or a file),
           or measure yours with `sbpc profile`
 """,

@@ -17,9 +17,10 @@ from sbpc.cli.main import main
 from sbpc.errors import PlanError
 from sbpc.inspect.graph_rows import graph_rows
 from sbpc.inspect.model_map import model_map
-from sbpc.inspect.page import page_html
-from sbpc.inspect.page_charts import curves, largest_difference, length, timeline, union, without
+from sbpc.inspect.page import cards, page_html
+from sbpc.inspect.page_charts import curves, largest_difference, length, memory, timeline, union, without
 from sbpc.inspect.page_graph import fold
+from sbpc.inspect.tables import quantity
 from sbpc.plans.options import OBJECTIVES
 from sbpc.plans.timeline import Event
 from tests.models import Nasty, gpt2, mlp
@@ -83,6 +84,10 @@ def test_its_data_are_those_of_the_plan(plan: sbpc.Plan, page: str) -> None:
     assert data["bytes_sent"] == plan.cost.bytes_sent and data["mesh"] == {"data": 2, "tensor": 2}
     assert sum(sent for *_, sent in data["collectives"]) == pytest.approx(sum(plan.cost.bytes_sent.values()))
     assert max(size for _, size, *_ in data["moments"]) == plan.cost.memory["total"]
+    held = memory(plan.memory_curve(), device=0.0)["held"]
+    (card,) = (card for card in cards(plan, held) if card["title"] == "peak memory of a rank")
+    assert sum(held.values()) == plan.cost.memory["total"]  # what is alive at the peak, not each kind at its own
+    assert [text for _, _, text, _ in card["parts"]] == [quantity(size, "B") for size in held.values() if size]
 
 
 def test_every_tag_is_closed_and_every_row_reads_rows(page: str) -> None:

@@ -14,6 +14,7 @@ from sbpc.errors import PinError
 from sbpc.mesh.pins import both
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import pin_wishes, placeholder_wishes
+from sbpc.plans.options import Options
 
 MESH = Mesh(x=2, y=2, z=2)
 
@@ -43,6 +44,17 @@ two pins of %_0_bias disagree on axis 'x': B and S(0)
   pin '0.*': 'S(0)@x'
   Remove one of them.""",
     )
+
+
+def test_names_as_reports_write_them_are_patterns() -> None:
+    options = Options(pin={"blocks.{0-1,12}.up": "S(0)@x", "0.weight": "B", "{9}.{a}.*": "B"})
+    assert options.pin == {
+        **{f"blocks.{number}.up": "S(0)@x" for number in (0, 1, 12)},
+        "0.weight": "B",
+        "9.{a}.*": "B",
+    }
+    with pytest.raises(PinError, match=r"'b.2' is pinned to 'S\(0\)' and to 'B'\n  Remove one of the pins"):
+        Options(pin={"b.{0-2}": "S(0)", "b.{2-3}": "B"})
 
 
 def test_two_pins_that_disagree_are_named_with_the_axis() -> None:

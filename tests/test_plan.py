@@ -137,7 +137,7 @@ def test_what_plan_cannot_do_is_refused() -> None:
     assert "objective is 'joy'" in refused(sbpc.SbpcError, two_layers(objective="joy"))
     assert "inputs= has 2 layouts for 1 tensors" in refused(PinError, two_layers(inputs=["B", "B"]))
     assert "[P] cannot be stored" in refused(PinError, two_layers(outputs=["P"]))
-    assert "the mesh is a int" in refused(sbpc.SbpcError, two_layers(mesh=4))
+    assert "the mesh is of type int" in refused(sbpc.SbpcError, two_layers(mesh=4))
 
 
 KINDS: list[dict[str, Any]] = [

@@ -22,6 +22,10 @@ from sbpc.boxing.steps import step_cost, wire
 from sbpc.errors import LayoutError, PinError
 from sbpc.graph.expert_rows import COUNTING, GATHER, SCATTER
 from sbpc.graph.rewrite import called
+from sbpc.inspect.diff import traffic_of
+from sbpc.inspect.graph_rows import graph_rows
+from sbpc.inspect.page import traffic
+from sbpc.inspect.report import collectives
 from sbpc.mesh.layout import Layout, chunk
 from sbpc.mesh.layout_codes import decode as decoded
 from sbpc.mesh.layout_codes import encode
@@ -278,6 +282,16 @@ def test_files_formulas_and_pages_hold_plans_that_share_out_rows(tmp_path: Path)
     plan.save_page(tmp_path / "plan.html")
     assert "where groups of rows end" in (tmp_path / "plan.html").read_text()
     assert "[R(0)]" in str(plan.explain("_grouped_mm"))
+    told = collectives(plan)
+    assert told["a", "dispatch"][1] > 0
+    for found in (
+        sum(sent for _, sent in told.values()),
+        sum(sent for _, sent in traffic_of(plan).values()),
+        sum(sent for _, (_, sent, _) in traffic(plan)),
+        sum(row.sent for row in graph_rows(plan.boxed, plan.mesh)),
+    ):
+        assert found == pytest.approx(plan.cost.bytes_sent["a"])
+    assert {event.axis for event in plan.timeline() if event.stream != "compute"} == {"a"}
     plan.export(tmp_path / "programs.sbpc")
     exported = rank_programs.decode(decode(tmp_path / "programs.sbpc"))
     found, expected = (sbpc.simulate(each, model, args).gradients for each in (exported, plan))

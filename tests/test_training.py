@@ -152,7 +152,7 @@ def test_what_does_not_fit_the_plan_is_refused_on_every_rank(tmp_path: Path) -> 
         )
         assert result[3] == (
             "Unplanned: the module is in another mode (train or eval) than when it was planned: the model itself is in eval, was in train\n"
-            "  For evaluation plan model.eval() too, with train=False and pin=plan.parameters, and give it as parallelize(..., evaluate=)."
+            "  Give also='auto' to sbpc.parallelize, which plans evaluation when it comes; or plan model.eval() too, with train=False and pin=plan.parameters, and give it as parallelize(..., evaluate=)."
         )
         assert result[4].startswith("PlanError: the model is parallel already")
         assert result[5].startswith("MeshError: Mesh(data=2, tensor=2) needs 4 ranks, there are 2")

@@ -20,6 +20,7 @@ from sbpc.mesh.layout import broadcast
 from sbpc.passes.assign.local_bytes import Place
 from sbpc.passes.assign.space import Space
 from sbpc.passes.memory.live_bytes import STORED, Moment
+from sbpc.plans.options import NONE
 from sbpc.plans.plan import Plan
 from sbpc.plans.storages import local_bytes
 from sbpc.solver import Limit, Proof
@@ -122,7 +123,8 @@ def shortage(plan: Plan, limit: float, least: bool) -> str:
     tensors = ", ".join(f"%{name} {sizes[name]:,}" for name in largest)
     known = f"; no plan takes as little as {int(limit):,}" if least else ""
     what, parts = lacking(plan.memory, limit)
-    todo = f"Give more memory, more ranks or a smaller batch{split_outputs(plan, plan.memory['total'])}."
+    again = ", ask for recompute='auto'" if plan.options.train and plan.options.recompute == NONE else ""
+    todo = f"Give more memory, more ranks or a smaller batch{again}{split_outputs(plan, plan.memory['total'])}."
     return f"{what}{known}\n  {parts}; the largest tensors: {tensors}\n  {todo}"
 
 

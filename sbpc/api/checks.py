@@ -32,7 +32,8 @@ def check_mesh(mesh: Any) -> None:
     """Raises SbpcError for what is no mesh."""
     if not isinstance(mesh, Mesh):
         raise SbpcError(
-            f"the mesh is a {type(mesh).__name__}\n  Give sbpc.Mesh(data=2, tensor=2) or Mesh.from_device_mesh(mesh)."
+            f"the mesh is of type {type(mesh).__name__}\n"
+            "  Give sbpc.Mesh(data=2, tensor=2) or Mesh.from_device_mesh(mesh)."
         )
 
 

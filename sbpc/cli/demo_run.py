@@ -19,17 +19,16 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from torch import Tensor, nn
 
 from sbpc.api.loading import load
 from sbpc.api.planning import plan
-from sbpc.cli.output import table_of
 from sbpc.cli.target import CASTS
 from sbpc.cli.train_loop import optimizer_of, train
 from sbpc.errors import SbpcError
 from sbpc.inspect.page_charts import largest_difference
 from sbpc.inspect.picture import graph_svg
+from sbpc.inspect.tables import Table
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.plan import Plan
 from sbpc.runtime.module import parallelize
@@ -201,7 +200,7 @@ def compare(losses: dict[str, list[float]], dtype: str, console: Console) -> tup
     tolerance."""
     one, parallel = losses.values()
     say(console, f"\n[bold]4. compare[/]  losses of the same {len(one)} batches\n")
-    console.print(loss_table(one, parallel))
+    say(console, "\n".join(loss_table(one, parallel).lines()))
     difference = largest_difference([one, parallel])
     equal = difference <= TOLERANCE[dtype]
     verdict = "[bold green]equal[/]" if equal else "[bold red]NOT EQUAL[/]"
@@ -278,14 +277,14 @@ def progress_bar(name: str, steps: int, console: Console) -> Iterator[Callable[[
 
 def loss_table(one: Sequence[float], parallel: Sequence[float], rows: int = 11, width: int = 24) -> Table:
     """Returns both losses at some steps side by side, with a bar for the one process."""
-    table = table_of(("step", "one process", "4 ranks", "relative difference", "loss"), left=("loss",))
+    texts = []
     low, high = min(one), max(one)
     for step in sorted({round(at * (len(one) - 1) / max(1, rows - 1)) for at in range(rows)}):
         first, other = one[step], parallel[step]
         filled = (first - low) / (high - low) if high > low else 0.0
         difference = f"{abs(first - other) / abs(first):.1e}"
-        table.add_row(str(step + 1), f"{first:.7f}", f"{other:.7f}", difference, "━" * (1 + round(width * filled)))
-    return table
+        texts.append((str(step + 1), f"{first:.7f}", f"{other:.7f}", difference, "━" * (1 + round(width * filled))))
+    return Table("", ("step", "one process", "4 ranks", "relative difference", "loss"), texts, left=("loss",))
 
 
 if __name__ == "__main__":

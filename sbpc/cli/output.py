@@ -8,11 +8,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from rich.table import Table
 
 from sbpc.errors import SbpcError
 
@@ -36,15 +34,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def table_of(titles: Collection[str], left: Collection[str], **column: Any) -> Table:
-    """Returns an empty table without a frame. The columns named in `left` are aligned to the left, the others to the
-    right."""
-    table = Table(box=None, pad_edge=False)
-    for title in titles:
-        table.add_column(title, justify="left" if title in left else "right", **column)
-    return table
 
 
 def check_file(file: str | None) -> None:

@@ -21,11 +21,13 @@ def number_of_loss(ports: Ports, shapes: Mapping[Port, Tensor]) -> int:
     number = chosen(ports.results, [int(name) for name, value in tangents.items() if value.numel() == 1])
     if number is not None:
         return number
+    names = {str(number): name for name, number in names_of(ports.results).items()}
+    found = [f"{names.get(name, '')} {tuple(value.shape)}".strip() for name, value in tangents.items()]
+    scalar = next((names[name] for name, value in tangents.items() if value.numel() == 1 and name in names), "losses.1")
     raise PlanError(
-        f"the forward returns results with gradients of shapes {[tuple(value.shape) for value in tangents.values()]}, "
-        "none a loss\n"
+        f"the forward returns results with gradients, {', '.join(found) or 'of which there is none'}, none a loss\n"
         "  Return a scalar alone, as `loss`, first of several, or as the only one with a gradient; or name it: "
-        "loss='losses.first'; or make one by loss=; or call the module, then backward on your loss."
+        f"loss={scalar!r}; or make one by loss=; or call the module, then backward on your loss."
     )
 
 
@@ -49,7 +51,8 @@ def named_loss(structure: Any, name: str) -> int:
     is none."""
     names = names_of(structure)
     if name not in names:
-        raise PlanError(f"the forward returns nothing called {name!r}\n  The closest are {closest(name, list(names))}.")
+        near = ", ".join(closest(name, list(names)))
+        raise PlanError(f"the forward returns nothing called {name!r}\n  The closest are {near}.")
     return names[name]
 
 

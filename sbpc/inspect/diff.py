@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sbpc.boxing.steps import wire
 from sbpc.errors import PlanError
 from sbpc.graph.operands import value_of
 from sbpc.graph.ports import INPUT, PARAMETER, placeholders
-from sbpc.inspect.graph_text import bytes_sent
-from sbpc.inspect.report import boxings, collective_of, numberless, some
+from sbpc.inspect.report import collective_of, numberless, some, transfers
 from sbpc.inspect.tables import Report, Table, quantity
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.states import B
@@ -221,11 +221,12 @@ def traffic_of(plan: Plan) -> dict[tuple[str, str, str, str], tuple[int, float]]
     """
     mesh = plan.inner
     found: dict[tuple[str, str, str, str], tuple[int, float]] = {}
-    for node, times in boxings(plan):
-        step, module = node.meta["step"], numberless(str(node.meta.get("module", "")))
-        key = module, str(node.meta.get("phase", "forward")), collective_of(node), mesh.key(step.axes)
+    for node, moved, times in transfers(plan):
+        module, phase = numberless(str(node.meta.get("module", ""))), str(node.meta.get("phase", "forward"))
+        key = module, phase, collective_of(node, moved), mesh.key(moved.step.axes)
         count, sent = found.get(key, (0, 0.0))
-        found[key] = count + times, sent + times * bytes_sent(node, mesh)
+        each = wire(moved.step, moved.shape, moved.itemsize, mesh.sizes)[1]
+        found[key] = count + times, sent + times * float(each)
     return found
 
 

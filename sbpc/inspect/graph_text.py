@@ -13,7 +13,7 @@ from sbpc.graph.operands import value_of
 from sbpc.graph.ports import BUFFER, PARAMETER, placeholders
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.measure import transfer_of
+from sbpc.plans.measure import transfers_of
 
 
 def graph_text(gm: GraphModule, mesh: Mesh | None = None) -> str:
@@ -104,8 +104,6 @@ def note(node: Node, mesh: Mesh | None) -> str:
 
 
 def bytes_sent(node: Node, mesh: Mesh) -> float:
-    """Returns the bytes that the busiest rank sends for a boxing, 0 for any other node."""
-    if node.meta.get("step") is None or node.meta.get("val") is None:
-        return 0.0
-    moved = transfer_of(node, mesh)
-    return float(wire(moved.step, moved.shape, moved.itemsize, mesh.sizes)[1])
+    """Returns the bytes that the busiest rank sends for a boxing, or for rows of experts, 0 for any other node."""
+    moved = transfers_of(node, mesh) if node.meta.get("val") is not None else []
+    return sum(float(wire(each.step, each.shape, each.itemsize, mesh.sizes)[1]) for each in moved)

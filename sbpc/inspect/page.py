@@ -22,7 +22,6 @@ from sbpc.inspect.page_charts import curves, memory, schedule, timeline
 from sbpc.inspect.page_graph import TITLES, Folded, fold, origins
 from sbpc.inspect.picture import hue_of, meaning, states_in, template
 from sbpc.inspect.report import (
-    boxings,
     bytes_of,
     chips_of,
     chunks_json,
@@ -31,11 +30,11 @@ from sbpc.inspect.report import (
     least,
     numberless,
     spans,
+    transfers,
 )
 from sbpc.inspect.tables import quantity
 from sbpc.mesh.collectives import EIGHT_BITS
 from sbpc.plans.cost import Transfer
-from sbpc.plans.measure import transfer_of
 from sbpc.plans.options import BYTES, NONE
 from sbpc.plans.plan import Plan
 from sbpc.plans.timeline import Event
@@ -71,7 +70,7 @@ def page_html(
         "asked": asked(plan),
         "alternatives": alternatives,
         "ideal": mesh.cluster.name == "ideal",
-        "cards": cards(plan),
+        "cards": cards(plan, about["curve"]["held"]),
         "losses": curves(losses) if losses else None,
         "traffic": traffic(plan),
         "links": list(links(plan)),
@@ -179,8 +178,8 @@ def asked(plan: Plan) -> list[str]:
     return [*texts, *(f"pin {name} = {layout}" for name, layout in options.pin.items())]
 
 
-def cards(plan: Plan) -> list[dict[str, Any]]:
-    """Returns the figures: a title, a number, what it means, and its parts as (name, text, percent)."""
+def cards(plan: Plan, held: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Returns the figures: a title, a number, what it means, and its parts. held: bytes at the peak by group."""
     cost, mesh = plan.cost, plan.mesh
     unit, device, total = "B" if cost.objective == BYTES else "s", mesh.cluster.memory, cost.memory["total"]
     hidden = cost.comm_seconds - cost.exposed_seconds
@@ -194,11 +193,10 @@ def cards(plan: Plan) -> list[dict[str, Any]]:
         "communicating": cost.exposed_seconds,
         "bubble": cost.bubble_seconds,
     }
-    kinds = {kind: float(size) for kind, size in cost.memory.items() if kind != "total"}
     share = 100 * cost.flops / cost.flops_one_device if cost.flops_one_device else 0.0
     proof = [
-        ("bound", quantity(cost.lower_bound, unit), 100 * (1 - cost.gap)),
-        ("gap", f"{100 * cost.gap:.2f} %", 100 * cost.gap),
+        (0, "bound", quantity(cost.lower_bound, unit), 100 * (1 - cost.gap)),
+        (1, "gap", f"{100 * cost.gap:.2f} %", 100 * cost.gap),
     ]
     part = 100 * total / device
     rounded = f"{part:.{0 if part >= 10 else 2}f}" if part >= 0.01 else "under 0.01"
@@ -206,7 +204,7 @@ def cards(plan: Plan) -> list[dict[str, Any]]:
     figures = [
         ("a step", quantity(cost.seconds, "s"), "; ".join(about), parts(times, "s")),
         ("sent by a rank", quantity(sum(cost.bytes_sent.values()), "B"), "", parts(cost.bytes_sent, "B")),
-        ("peak memory of a rank", quantity(total, "B"), of_device, parts(kinds, "B")),
+        ("peak memory of a rank", quantity(total, "B"), of_device, parts(held, "B")),
         ("gap to the bound", f"{100 * cost.gap:.2f} %", f"no {least(plan)}", proof),
         (
             "flops of a rank",
@@ -218,20 +216,21 @@ def cards(plan: Plan) -> list[dict[str, Any]]:
     return [dict(zip(("title", "number", "about", "parts"), each)) for each in figures]
 
 
-def parts(sizes: Mapping[str, float], unit: str) -> list[tuple[str, str, float]]:
-    """Returns parts of a whole: names, texts and percents. What is nothing is left out."""
+def parts(sizes: Mapping[str, float], unit: str) -> list[tuple[int, str, str, float]]:
+    """Returns parts of a whole: numbers of colours, names, texts and percents. What is nothing is left out."""
     whole = sum(sizes.values())
-    return [(name, quantity(size, unit), 100 * size / whole) for name, size in sizes.items() if size] if whole else []
+    named = [(hue, name, size) for hue, (name, size) in enumerate(sizes.items()) if size]
+    return [(hue, name, quantity(size, unit), 100 * size / whole) for hue, name, size in named]
 
 
 def traffic(plan: Plan) -> list[tuple[tuple[str, ...], list[float]]]:
     """Returns by module, phase, kind and axis of collectives how many there are, the bytes that a rank sends, and the
     seconds that they take, those that take longest first."""
     found, mesh = dict[tuple[str, ...], list[float]](), plan.inner
-    for node, times in boxings(plan):
-        moved, step = transfer_of(node, mesh), node.meta["step"]
-        taken, sent = step_cost(step, moved.shape, moved.itemsize, mesh)
-        key = numberless(module_of(node)), node.meta.get("phase", "forward"), collective_of(node), mesh.key(step.axes)
+    for node, moved, times in transfers(plan):
+        taken, sent = step_cost(moved.step, moved.shape, moved.itemsize, mesh)
+        what = collective_of(node, moved), mesh.key(moved.step.axes)
+        key = numberless(module_of(node)), node.meta.get("phase", "forward"), *what
         found[key] = [a + b * times for a, b in zip(found.get(key, [0.0, 0.0, 0.0]), (1, sent, taken))]
     return sorted(found.items(), key=lambda item: (-item[1][2], -item[1][1], item[0]))
 
@@ -244,7 +243,7 @@ def module_of(node: Node) -> str:
 def links(plan: Plan) -> list[tuple[str, float, float]]:
     """Returns, by axis over which anything is sent, how long a message takes at least, and the bandwidth."""
     found, mesh = {}, plan.inner
-    for step in (node.meta["step"] for node, _ in boxings(plan)):
+    for step in (moved.step for _, moved, _ in transfers(plan)):
         if all(mesh.sizes[axis] == 1 for axis in step.axes):
             continue
         latency, bandwidth, _ = mesh.link(step.axes, step.collective)

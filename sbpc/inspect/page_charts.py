@@ -226,6 +226,7 @@ def memory(curve: MemoryCurve, device: float) -> dict[str, Any]:
         "width": WIDE,
         "height": TALL,
         "areas": areas,
+        "held": {group: rows[curve.peak] for group, rows in curve.groups.items()},
         "peak": (x[at.index(curve.peak)], height(total[curve.peak], most)),
         "peak_text": quantity(total[curve.peak], "B"),
         "call": curve.calls[curve.peak] or "the optimizer's step",

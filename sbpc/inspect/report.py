@@ -13,11 +13,10 @@ from torch.fx import Node
 
 from sbpc.boxing.steps import wire
 from sbpc.inspect.tables import Report, Table, quantity
-from sbpc.mesh.collectives import WIRE
 from sbpc.mesh.layout import Layout
 from sbpc.plans.chunk import Chunk
-from sbpc.plans.cost import Cost
-from sbpc.plans.measure import transfer_of
+from sbpc.plans.cost import Cost, Transfer
+from sbpc.plans.measure import transfers_of
 from sbpc.plans.options import BYTES, DROP, Options
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.loop_formula import calls_of
@@ -79,7 +78,7 @@ def figure_lines(plan: Plan) -> list[str]:
         f"proof     no {least(plan)}: the gap is {100 * cost.gap:.2f} %{serial}",
         f"flops     {quantity(cost.flops, '')} a rank, {share:.1f} % of {whole}",
         *([f"sent      {sent or 'nothing'} by the busiest rank"] if plan.loop is not None else []),
-        "memory    " + ", ".join(f"{quantity(size, 'B')} {kind}" for kind, size in cost.memory.items()),
+        memory_line(cost),
     ]
     lines += row_lines(plan.options)
     if cost.memory["total"] > mesh.cluster.memory:
@@ -88,6 +87,14 @@ def figure_lines(plan: Plan) -> list[str]:
     if plan.cached is not None:
         lines.append(f"made      before, and read from {plan.cached} (SBPC_CACHE=0 plans anew)")
     return lines + ([IDEAL] if mesh.cluster.name == "ideal" else [])
+
+
+def memory_line(cost: Cost) -> str:
+    """Returns a line about the most bytes of each kind, and those at the peak, where not all of these are alive."""
+    kinds = {kind: size for kind, size in cost.memory.items() if kind != "total"}
+    beside = ", less than their sum" if sum(kinds.values()) > cost.memory["total"] else ""
+    told = ", ".join(f"{quantity(size, 'B')} {kind}" for kind, size in kinds.items())
+    return f"memory    {told}; {quantity(cost.memory['total'], 'B')} at the peak{beside}"
 
 
 def row_lines(asked: Options) -> list[str]:
@@ -184,17 +191,17 @@ def chips_of(layout: Layout) -> list[str]:
     return [*map(str, layout.states), " ".join(str(layout).split()[count:])]
 
 
-def boxings(plan: Plan, stages: Container[int] | None = None) -> Iterator[tuple[Node, int]]:
-    """Yields the boxings of a plan that send, and how often each runs in a step; where `stages` are named, those of
-    these stages alone."""
+def transfers(plan: Plan, stages: Container[int] | None = None) -> Iterator[tuple[Node, Transfer, int]]:
+    """Yields the calls of a plan that send, what each sends, and how often it runs in a step; where `stages` are named,
+    those of these stages alone."""
     for programs, stage in zip(plan.programs, plan.owners):
         for nodes, times in calls_of(plan, programs, plan.count) if stages is None or stage in stages else ():
-            yield from ((node, times) for node in nodes if "step" in node.meta and node.meta["step"].collective in WIRE)
+            yield from ((node, sent, times) for node in nodes for sent in transfers_of(node, plan.inner))
 
 
-def collective_of(node: Node) -> str:
-    """Returns the collective of a boxing, with the type of the numbers where these have 16 bits or fewer."""
-    kind, dtype = str(node.meta["step"].collective), dtype_of(node)
+def collective_of(node: Node, sent: Transfer) -> str:
+    """Returns the collective of what a call sends, with the type of the numbers where these have 16 bits or fewer."""
+    kind, dtype = str(sent.step.collective), dtype_of(node)
     return f"{kind} {str(dtype).removeprefix('torch.')}" if narrower(dtype, torch.float32) else kind
 
 
@@ -202,11 +209,10 @@ def collectives(plan: Plan) -> dict[tuple[str, str], tuple[int, float]]:
     """Returns by axis and collective how many there are, and the bytes that a rank sends; with stages, those of the
     busiest one."""
     totals, mesh = dict[tuple[str, str], tuple[int, float]](), plan.inner
-    for node, times in boxings(plan, (plan.busiest,)):
-        moved, step = transfer_of(node, mesh), node.meta["step"]
-        rounds, each = wire(step, moved.shape, moved.itemsize, mesh.sizes)
+    for node, moved, times in transfers(plan, (plan.busiest,)):
+        rounds, each = wire(moved.step, moved.shape, moved.itemsize, mesh.sizes)
         if rounds:
-            count, sent = totals.get(key := (mesh.key(step.axes), collective_of(node)), (0, 0.0))
+            count, sent = totals.get(key := (mesh.key(moved.step.axes), collective_of(node, moved)), (0, 0.0))
             totals[key] = count + times, sent + times * float(each)
     return dict(sorted(totals.items()))
 

@@ -15,6 +15,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import Axes, B, Numbers, Partial, Ragged, Split, State, parse_state
 
 T = TypeVar("T")
+SPANS = re.compile(r"\{(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\}")
 TRIES = 100  # smaller sets of pins that are tried for the message about a conflict
 
 
@@ -136,6 +137,33 @@ def leaves_with_rows(shapes: Sequence[Sequence[int]]) -> list[bool]:
     """
     rows = next((shape[0] for shape in shapes if len(shape)), None)
     return [len(shape) > 0 and shape[0] == rows for shape in shapes]
+
+
+def spelled_out(pattern: str) -> list[str]:
+    """Returns a pattern once for each of the numbers in braces, as reports write names.
+
+    >>> spelled_out("blocks.{0-1,5}.*.weight")
+    ['blocks.0.*.weight', 'blocks.1.*.weight', 'blocks.5.*.weight']
+    """
+    found = SPANS.search(pattern)
+    if found is None:
+        return [pattern]
+    runs = [[int(end) for end in run.split("-")] for run in found[1].split(",")]
+    numbers = itertools.chain.from_iterable(range(run[0], run[-1] + 1) for run in runs)
+    before, after = pattern[: found.start()], spelled_out(pattern[found.end() :])
+    return [f"{before}{number}{rest}" for number, rest in itertools.product(numbers, after)]
+
+
+def spelled_out_pins(pins: Mapping[str, str]) -> dict[str, str]:
+    """Returns pins by patterns that are spelled out. Raises PinError if two of them ask for different layouts."""
+    found: dict[str, str] = {}
+    for each, layout in pins.items():
+        for pattern in spelled_out(each):
+            if found.setdefault(pattern, layout) != layout:
+                raise PinError(
+                    f"{pattern!r} is pinned to {found[pattern]!r} and to {layout!r}\n  Remove one of the pins."
+                )
+    return found
 
 
 def resolve_pins(pins: Mapping[str, str], names: Mapping[str, Iterable[str]], mesh: Mesh) -> dict[str, Wish]:

@@ -26,6 +26,7 @@ from sbpc.mesh.layout import cut, numel
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import Axes
 
+ROUNDING = 1e-12  # fraction of a step's seconds, of which nothing less is told
 CHUNK = 1 << 13  # configurations that are evaluated at once: what fits into a cache
 
 
@@ -151,7 +152,8 @@ class Cost:
     @property
     def exposed_seconds(self) -> float:
         """Seconds in which nothing is computed, since a collective is waited for."""
-        return max(0.0, self.seconds - self.compute_seconds - self.bubble_seconds)
+        waited = self.seconds - self.compute_seconds - self.bubble_seconds
+        return waited if waited > ROUNDING * self.seconds else 0.0
 
     @property
     def gap(self) -> float:

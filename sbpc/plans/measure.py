@@ -16,7 +16,7 @@ from sbpc.boxing.steps import Step, step_cost
 from sbpc.graph.about import is_recomputed
 from sbpc.graph.expert_rows import ENDS, MESSAGE, SCANS
 from sbpc.graph.operands import operands, value_of
-from sbpc.mesh.collectives import COUNTS, DISPATCH
+from sbpc.mesh.collectives import COUNTS, DISPATCH, WIRE
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import Split
@@ -173,6 +173,13 @@ def counts_of(node: Node, mesh: Mesh) -> Transfer | None:
     step = Step(COUNTS, axes, whole.replace(dict.fromkeys(axes, Split(0))), whole)
     every = len(ends) * sympy.Mul(*(sympy.Symbol(mesh.axes[axis], positive=True) for axis in axes))
     return Transfer(step, (len(ends) * math.prod(mesh.sizes[axis] for axis in axes),), ends.element_size(), (every,))
+
+
+def transfers_of(node: Node, mesh: Mesh) -> list[Transfer]:
+    """Returns what a boxing step, or a call that sends rows to the ranks of their groups, sends; none for others."""
+    if "choice" in node.meta and node.op == "call_function":
+        return [sent for sent in (counts_of(node, mesh), dispatch_of(node, mesh)) if sent is not None]
+    return [transfer_of(node, mesh)] if "step" in node.meta and node.meta["step"].collective in WIRE else []
 
 
 def sent_by(node: Node) -> Step | None:

@@ -11,6 +11,7 @@ from typing import Any
 from sbpc.graph.about import EXCHANGE, FLOAT32
 from sbpc.mesh.collectives import EIGHT_BITS
 from sbpc.mesh.layout import Layout
+from sbpc.mesh.pins import spelled_out_pins
 from sbpc.mesh.routing import ANY, Routing
 
 Layouts = Sequence[str | Layout | None] | None  # one layout per tensor, None for whole
@@ -59,9 +60,9 @@ class Options:
     pin: Mapping[str, str] = option(
         None,
         "{name: layout}: what you know better. A name is that of a parameter or of a value that `sbpc show` prints, "
-        'or a pattern such as "*.up.weight". "S(0)@tensor" leaves the other axes free, "B@data, S(1)@tensor" names '
-        'two, "S(0)@tensor>data" cuts over tensor first, "[B, S(0)]" is all axes in the order of the mesh. "S(0)" '
-        "will do on a mesh of one axis. A `sbpc.Layout` is taken too.",
+        'or a pattern such as "*.up.weight" or "blocks.{0-2,5}.up.weight". "S(0)@tensor" leaves the other axes free, '
+        '"B@data, S(1)@tensor" names two, "S(0)@tensor>data" cuts over tensor first, "[B, S(0)]" is all axes in the '
+        'order of the mesh. "S(0)" will do on a mesh of one axis. A `sbpc.Layout` is taken too.',
         "a mapping whose keys are texts",
         "None",
     )
@@ -237,7 +238,7 @@ class Options:
     guards: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        pins = {name: str(layout) for name, layout in (self.pin or {}).items()}
+        pins = spelled_out_pins({name: str(layout) for name, layout in (self.pin or {}).items()})
         object.__setattr__(self, "pin", pins)
         for name in ("inputs", "outputs"):
             if (layouts := getattr(self, name)) is not None and not isinstance(layouts, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 
 from sbpc.errors import PlanError, check_kinds, shown
 from sbpc.graph.no_gc import uncollected
+from sbpc.mesh.pins import spelled_out
 from sbpc.plans.chunk import Assignment
 from sbpc.plans.cost import Cost
 from sbpc.plans.memory_curve import MemoryCurve, memory_curve
@@ -178,10 +180,13 @@ class Plan(PlannedStep):
         tells.
 
         Its alternatives are the best whole plans in which it is laid out otherwise; its seconds are those of the
-        step, in a loop those of one micro-batch through all stages. name: as for `layout`. Raises PlanError for a
-        name that is neither, for a plan under a memory limit that was read from a file, and for a loop that was, or
-        is under a limit.
+        step, in a loop those of one micro-batch through all stages. name: as for `layout`, or a
+        pattern as for pins, of which the first that it matches is explained. Raises PlanError for a name of nothing,
+        for a plan under a memory limit that was read from a file, and for a loop that was, or is under a limit.
         """
+        if isinstance(name, str) and name not in self.layouts:
+            known = [each for pattern in spelled_out(name) for each in fnmatch.filter(self.layouts, pattern)]
+            name = known[0] if known else name
         if self.loop is None:
             return self.rewriter.explain(self.origin, name)
         self.layout(name)

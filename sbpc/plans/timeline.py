@@ -25,7 +25,7 @@ from sbpc.mesh.collectives import DISPATCH, WIRE, Lines, seconds_on
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import Ragged
 from sbpc.plans.cost import kernel_work
-from sbpc.plans.measure import counts_of, dispatch_of, kernel_key, kernel_of, transfer_of
+from sbpc.plans.measure import counts_of, dispatch_of, kernel_key, kernel_of, sent_by, transfer_of
 
 COMPUTE, INSIDE, ACROSS = "compute", "links inside a node", "links across nodes"
 STREAMS = COMPUTE, INSIDE, ACROSS
@@ -327,8 +327,9 @@ def critical_seconds(events: Sequence[Event]) -> dict[str, float]:
 
 def event_of(node: Node, stream: str, start: float, end: float, mesh: Mesh) -> Event:
     """Returns the event of a node."""
-    step = node.meta.get("step")
-    kind, axis = (step.collective, mesh.key(step.axes)) if step else (str(node.target).removesuffix(".default"), "")
+    step, sent = node.meta.get("step"), None if stream == COMPUTE else sent_by(node)
+    kind = step.collective if step else str(node.target).removesuffix(".default")
+    axis = mesh.key((step or sent).axes) if step or sent else ""
     kind = f"after {node.meta['awaits'].collective}" if "awaits" in node.meta else kind
     module, phase = node.meta.get("module") or "", node.meta.get("phase", "forward")
     return Event(stream, start, end, node.name, kind, module, phase, axis, node.meta.get("bucket", ""))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
-
 from sbpc.cli.options import cluster_at
-from sbpc.cli.output import print_json, table_of
-from sbpc.inspect.tables import quantity
+from sbpc.cli.output import print_json
+from sbpc.inspect.tables import Table, quantity
 from sbpc.mesh.cluster import CLUSTERS, Cluster
 from sbpc.mesh.kernels import WIDTHS
 
@@ -29,15 +27,10 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json([cluster.figures() for cluster in found])
         return 0
-    console, table = Console(), table_of(HEADS, left=("cluster", "collectives"))
+    rows = [(each.name, *figures_of(each), how_they_run(each)) for each in found]
+    print(*Table("", HEADS, rows, left=("cluster", "collectives")).lines(), sep="\n")
     for each in found:
-        table.add_row(each.name, *figures_of(each), how_they_run(each))
-    console.print(table)
-    for each in found:
-        console.print(f"\n{each.name}", highlight=False)
-        console.print(f"  {types_of(each)}", highlight=False, soft_wrap=True)
-        for source in each.source.split(" | "):
-            console.print(f"  {source}", highlight=False, markup=False, soft_wrap=True)
+        print(f"\n{each.name}", *(types_of(each), *each.source.split(" | ")), sep="\n  ")
     return 0
 
 

@@ -21,12 +21,16 @@ from sbpc.runtime.state.weight_files import Weights, read_weights, save_weights,
 NAME = "convert"
 HELP = "turn a checkpoint into the weights of one device, or these into a checkpoint"
 KINDS = "a folder of checkpoints, *.safetensors, or *.pt as torch.save writes a state_dict"
+DESTINATIONS = (
+    "one of the same: *.pt is for load_state_dict; the others hold tied tensors once, and buffers that are not"
+    " persistent besides, as programs need them"
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
     add_file(parser, "source", metavar="SOURCE", help=KINDS)
-    add_file(parser, "-o", "--output", metavar="DESTINATION", required=True, help="one of the same")
+    add_file(parser, "-o", "--output", metavar="DESTINATION", required=True, help=DESTINATIONS)
     step = "of the checkpoint (default: the last one there; 0 for a new one)"
     parser.add_argument("--step", type=int, metavar="N", help=step)
 
@@ -53,6 +57,10 @@ def run(options: argparse.Namespace) -> int:
     else:
         tied = f", {len(weights.tied)} more names of tied ones" if weights.tied else ""
         print(f"written   {options.output}  {len(weights.tensors)} tensors{tied}, {count:,} elements")
+        if write is not STATE_DICT[1] and weights.left_out:
+            first, *others = weights.left_out
+            names = f"{first} and {len(others)} more" if others else first
+            print(f"          load_state_dict takes no buffers that are not persistent, as {names}: write *.pt for it")
     return 0
 
 

@@ -9,13 +9,14 @@ from sbpc.cli.output import print_json, quiet
 
 NAME = "explain"
 HELP = "tell why a parameter or a value is laid out as it is, and what other layouts would cost"
+NAMED = "a parameter, or a value by the name that `sbpc show` prints; of a pattern such as '*.up.weight' the first"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
     target = "file.py:function, or a file that `sbpc plan -o` wrote"
     parser.add_argument("target", metavar="TARGET_OR_PLAN", help=target)
-    parser.add_argument("name", metavar="NAME", help="a parameter, or a value by the name that `sbpc show` prints")
+    parser.add_argument("name", metavar="NAME", help=NAMED)
     add_planning(parser)
 
 

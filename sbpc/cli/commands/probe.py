@@ -11,19 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 from torch.fx.node import map_aggregate, map_arg
 
 from sbpc._compat import OpOverload
 from sbpc.api.task import prepare
 from sbpc.cli.options import add_file, add_step, target_of
-from sbpc.cli.output import check_file, print_json, quiet, table_of
+from sbpc.cli.output import check_file, print_json, quiet
 from sbpc.cli.target import import_file
 from sbpc.errors import RuleError, SbpcError
 from sbpc.graph.operands import named_arguments
+from sbpc.inspect.tables import Table
 from sbpc.plans.measure import lacks_rule
 from sbpc.rules.proof.probe import Probe, name_of, probe_call
 from sbpc.rules.proof.prove import short
@@ -71,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
         print_json({"ops": [row_json(row) for row in rows], "file": options.output, "added": added})
         return 0
     if rows:
-        Console(soft_wrap=True).print(table(rows))
+        print(*table(rows).lines(), sep="\n")
     else:
         print("every op of the model has a rule")
     for text in () if options.output else texts:
@@ -207,12 +205,12 @@ def entries(row: ProbedOp) -> list[str]:
 
 def table(rows: Sequence[ProbedOp]) -> Table:
     """Returns a table with a row for every rule that was found, or the reason why there is none."""
-    made = table_of(("op", "calls", "valid", "rule"), left=("op", "rule"), overflow="fold")
+    texts = []
     for row in rows:
         lines = [(str(one.valid), one.rule or "none: it stays whole") for one in row.probes]
         for at, (valid, text) in enumerate([*lines, *(("", error) for error in row.errors)]):
-            made.add_row(*((name_of(row.op), str(row.calls)) if at == 0 else ("", "")), valid, Text(text))
-    return made
+            texts.append((*((name_of(row.op), str(row.calls)) if at == 0 else ("", "")), valid, text))
+    return Table("", ("op", "calls", "valid", "rule"), texts, left=("op", "rule"))
 
 
 def row_json(row: ProbedOp) -> dict[str, Any]:

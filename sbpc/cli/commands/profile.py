@@ -10,9 +10,9 @@ from rich.console import Console
 
 from sbpc.cli.commands.clusters import types_of
 from sbpc.cli.options import add_file, cluster_at, positive
-from sbpc.cli.output import check_file, print_json, table_of, write
+from sbpc.cli.output import check_file, print_json, write
 from sbpc.errors import SbpcError
-from sbpc.inspect.tables import quantity
+from sbpc.inspect.tables import Table, quantity
 from sbpc.mesh.cluster import Cluster
 from sbpc.runtime.measure.measure_cluster import profile
 from sbpc.runtime.start import process_groups
@@ -96,7 +96,8 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
         f"inter     {1e6 * cluster.inter_latency:.3g} us a round, {quantity(cluster.inter_bandwidth, 'B/s')} a node",
     ]
     lines += [
-        f"kernels   {types_of(cluster)}; a convolution takes {cluster.convolution:.3g} x as long as a product of as "
+        f"kernels   {types_of(cluster).removeprefix('kernels ')}; "
+        f"a convolution takes {cluster.convolution:.3g} x as long as a product of as "
         f"many flops; to start a collective costs a rank {1e6 * cluster.start:.3g} us",
         f"together  a rank computes {cluster.sharing:.3g} x as fast while no other one does; beside a collective "
         "kernels take "
@@ -105,9 +106,10 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
     titles = ("collective", "link", "ranks", "us a round", "efficiency", "bytes on the wire", "us at least")
-    table = table_of(titles, left=("collective", "link"))
+    rows = []
     for rate in cluster.collectives:
         latency = "" if rate.latency is None else f"{1e6 * rate.latency:.3g}"
         figures = f"{rate.efficiency:.3f}", f"x {rate.traffic:.3f}", f"{1e6 * rate.least:.3g}"
-        table.add_row(rate.collective, rate.link, str(rate.ranks), latency, *figures)
-    console.print(table)
+        rows.append((rate.collective, rate.link, str(rate.ranks), latency, *figures))
+    for line in Table("", titles, rows, left=("collective", "link")).lines():
+        console.print(line, highlight=False, soft_wrap=True)

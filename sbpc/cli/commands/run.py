@@ -38,6 +38,7 @@ from sbpc.cli.output import check_file, print_json, quiet
 from sbpc.cli.traced_run import TracedSteps, check_steps
 from sbpc.cli.train_loop import OPTIMIZERS, optimizer_of, train
 from sbpc.errors import PlanError, SbpcError
+from sbpc.graph.loss import number_of_loss
 from sbpc.graph.ports import INPUT, Port
 from sbpc.graph.pytree import flatten, unflatten
 from sbpc.plans.plan import Plan
@@ -112,6 +113,8 @@ def run(options: argparse.Namespace) -> int:
         if options.plan:
             register(options, options.target)
         plan = load(options.plan) if options.plan else plan_of(options, options.target)[0]
+        if plan.loop is None:
+            number_of_loss(plan.ports, plan.shapes)  # before ranks are started
         if not options.json:
             print(plan)
             sys.stdout.flush()

@@ -9,15 +9,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from sbpc.api.candidates import EXPERT, Refused
 from sbpc.api.strategies import StrategyRow
 from sbpc.api.sweep import SweepRow, sweep
 from sbpc.cli.options import ON_A_MESH, add_planning, cluster_of, positive, target_of
-from sbpc.cli.output import print_json, quiet, table_of
+from sbpc.cli.output import print_json, quiet
 from sbpc.cli.target import split_target
-from sbpc.inspect.tables import quantity
+from sbpc.inspect.tables import Table, quantity
 from sbpc.plans.options import NONE, RECOMPUTE
 from sbpc.plans.usage import Usage
 
@@ -84,21 +83,19 @@ def run(options: argparse.Namespace) -> int:
         refused = [refused_json(each) for each in rows[0].refused] if isinstance(rows[0], StrategyRow) else None
         print_json({"rows": [row_json(row) for row in rows]} | ({} if refused is None else {"refused": refused}))
         return 0
-    console = Console()
     if isinstance(rows[0], StrategyRow):
-        console.print(strategies_table(rows[: options.top]))
+        print(*strategies_table(rows[: options.top]).lines(), sep="\n")
         bound = f"none takes less than {rows[0].lower_bound:.3g} s"
         axes = "stages x data x tensor"
         if any(EXPERT in row.mesh.axes for row in rows[: options.top]):
             axes += f", or {EXPERT}s beyond a node"
-        console.print(f"{len(rows)} strategies looked at; {bound}. A mesh is {axes}.", highlight=False)
-        for line in refused_lines(rows[0].refused):
-            console.print(line, highlight=False, markup=False)
+        print(f"{len(rows)} strategies looked at; {bound}. A mesh is {axes}.")
+        print(*refused_lines(rows[0].refused), sep="\n", end="\n" if rows[0].refused else "")
         return 0
-    console.print(table(rows[: options.top]))
+    print(*table(rows[: options.top]).lines(), sep="\n")
     quick = sum(row.quick for row in rows)
     more = f", {quick} of which have a quick plan" if quick else ""
-    console.print(f"{len(rows)} meshes of {options.devices} ranks{more}", highlight=False)
+    print(f"{len(rows)} meshes of {options.devices} ranks{more}")
     return 0
 
 
@@ -165,16 +162,16 @@ def rates(usage: Usage | None) -> tuple[str, str]:
 
 def table(rows: list[SweepRow]) -> Table:
     """Returns a table of the best meshes."""
-    made = table_of(("mesh", "seconds", "communicating", "bytes sent", "memory", "gap", *RATES), left=("mesh",))
+    texts = []
     for row in rows:
         cost = row.plan.cost
         sent = quantity(sum(cost.bytes_sent.values()), "B")
         mesh = ",".join(f"{name}={size}" for name, size in zip(row.mesh.axes, row.mesh.sizes))
         seconds = f"{cost.step_seconds:.3g}", f"{cost.comm_seconds:.3g}"
-        made.add_row(
-            mesh, *seconds, sent, quantity(cost.memory["total"], "B"), f"{100 * cost.gap:.2f} %", *rates(row.plan.usage)
-        )
-    return made
+        held, gap = quantity(cost.memory["total"], "B"), f"{100 * cost.gap:.2f} %"
+        texts.append((mesh, *seconds, sent, held, gap, *rates(row.plan.usage)))
+    heads = ("mesh", "seconds", "communicating", "bytes sent", "memory", "gap", *RATES)
+    return Table("", heads, texts, left=("mesh",))
 
 
 def strategies_table(rows: list[StrategyRow]) -> Table:
@@ -192,7 +189,7 @@ def strategies_table(rows: list[StrategyRow]) -> Table:
         "memory",
         *RATES,
     )
-    made = table_of(names, left=("mesh", "schedule", "recompute"))
+    texts = []
     for row in rows:
         figures = [f"{each:.2g}" for each in (row.compute_seconds, row.exposed_seconds, row.bubble_seconds)]
         asked = (
@@ -201,5 +198,6 @@ def strategies_table(rows: list[StrategyRow]) -> Table:
             str(row.microbatches),
             *([row.recompute] if again else []),
         )
-        made.add_row(*asked, f"{row.cost:.3g}", *figures, quantity(row.memory["total"], "B"), *rates(row.usage))
-    return made
+        held = quantity(row.memory["total"], "B")
+        texts.append((*asked, f"{row.cost:.3g}", *figures, held, *rates(row.usage)))
+    return Table("", names, texts, left=("mesh", "schedule", "recompute"))
