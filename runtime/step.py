@@ -32,6 +32,7 @@ from sbpc.graph.ports import (
     Port,
     results,
 )
+from sbpc.graph.pytree import same_structure
 from sbpc.graph.random_bits import seed_of_step
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.plans.plan import Plan
@@ -146,7 +147,7 @@ class Runner:
     def fits(self, leaves: Sequence[Tensor], structure: Any, shapes: Sequence[Sequence[int]]) -> bool:
         """Returns whether the plan is for arguments of these shapes, types and structure. shapes: with the rows of all
         ranks where each gives its own."""
-        return structure == self.plan.ports.arguments and all(
+        return same_structure(structure, self.plan.ports.arguments) and all(
             leaf.dtype == self.shapes[port].dtype and shape == self.planned_shape(at, isinstance(leaf, DTensor))
             for at, (port, leaf, shape) in enumerate(zip(self.inputs, leaves, shapes))
         )
