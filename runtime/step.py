@@ -33,7 +33,7 @@ from sbpc.graph.ports import (
     results,
 )
 from sbpc.graph.pytree import same_structure
-from sbpc.graph.random_bits import seed_of_step
+from sbpc.graph.random_bits import next_seed
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
@@ -193,8 +193,7 @@ class Runner:
         with self.same.call(how, random, arguments, self.where, train or self.exchanges):
             del arguments
             if SEED_PORT in self.shapes:
-                given[SEED_PORT] = torch.tensor(seed_of_step(**random), device=self.where)
-                random["step"] += 1
+                given[SEED_PORT] = torch.tensor(next_seed(random), device=self.where)
             values = [local_of(given[port]) if port.kind == PARAMETER else given[port] for port in self.takes]
             if self.masters:
                 values = [
