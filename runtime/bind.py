@@ -12,7 +12,7 @@ from sbpc._compat import has_hook
 from sbpc.errors import PlanError, check_kinds, shown
 from sbpc.graph.guards import Guards
 from sbpc.graph.ports import BUFFER, GRADIENT, OUTPUT, PARAMETER, TANGENT, Port
-from sbpc.graph.pytree import flatten, unflatten
+from sbpc.graph.pytree import flatten, same_structure, unflatten
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
 
@@ -49,6 +49,10 @@ def stored(plan: AnyPlan, model: nn.Module) -> dict[Port, Tensor]:
     for name, first in plan.ports.tied.items():
         if name in tensors and first in tensors and tensors[name] is not tensors[first]:
             raise PlanError(f"{name} was tied to {first} when planned, and is not\n  Tie them, or plan this model.")
+    names: dict[int, str] = {}
+    for port in plan.shapes:
+        if port.kind == PARAMETER and (first := names.setdefault(id(tensors[port.name]), port.name)) != port.name:
+            raise PlanError(f"{port.name} is tied to {first}, and was not when planned\n  Plan the model as it is now.")
     return {port: tensors[port.name] for port in plan.shapes if port.kind in (PARAMETER, BUFFER)}
 
 
@@ -115,7 +119,7 @@ def arguments(plan: AnyPlan, args: Sequence[Any], kwargs: Mapping[str, Any] | No
 
 def check_structure(plan: AnyPlan, structure: Any) -> None:
     """Raises PlanError if the structure of arguments is not the planned one."""
-    if structure != plan.ports.arguments:
+    if not same_structure(structure, plan.ports.arguments):
         raise PlanError(
             f"the arguments are not like those planned\n  given:   {structure}\n  planned: {plan.ports.arguments}\n"
             "  Constants are part of a plan: plan once for each, or pass a tensor. parallelize(..., also='auto') plans "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from sbpc._compat import slots
 from sbpc.errors import PlanError
@@ -44,6 +46,11 @@ log = logging.getLogger("sbpc")
 IDLE = (
     "stage %d has no trained parameter: give the optimizer a group, as in AdamW([{'params': [*module.parameters()]}])"
 )
+APART = (
+    "the parameter %s is also one of another parallel module: on one device both train it, and here each trains "
+    "a copy of its own. Make one module of both, and plan that."
+)
+made_of: Any = WeakIdKeyDictionary()  # of a parameter: the model that was made parallel last, and what that became
 
 
 def parallelize(
@@ -172,9 +179,21 @@ def parallelize(
         runner.read_masters(plan.ports.masters)
     fill(result, runners[0], value)
     result.__class__ = parallel_class(type(model), runners, signature_of(model, plan), further)
+    warn_of_copies(model, result)
     if plan.axis is not None and not any(each.requires_grad for each in result.parameters()):
         log.warning(IDLE, plan.stage_of(dist.get_rank()))
     return result
+
+
+def warn_of_copies(model: nn.Module, result: nn.Module) -> None:
+    """Logs a trained parameter that another model shares of which a parallel module is there, and notes those of this
+    one."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            other, parallel = made_of.get(parameter, (lambda: None, lambda: None))
+            if other() not in (None, model) and parallel() is not None:
+                log.warning(APART, name)
+            made_of[parameter] = weakref.ref(model), weakref.ref(result)
 
 
 def source_of_weights(

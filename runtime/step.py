@@ -32,7 +32,8 @@ from sbpc.graph.ports import (
     Port,
     results,
 )
-from sbpc.graph.random_bits import seed_of_step
+from sbpc.graph.pytree import same_structure
+from sbpc.graph.random_bits import next_seed
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
@@ -146,7 +147,7 @@ class Runner:
     def fits(self, leaves: Sequence[Tensor], structure: Any, shapes: Sequence[Sequence[int]]) -> bool:
         """Returns whether the plan is for arguments of these shapes, types and structure. shapes: with the rows of all
         ranks where each gives its own."""
-        return structure == self.plan.ports.arguments and all(
+        return same_structure(structure, self.plan.ports.arguments) and all(
             leaf.dtype == self.shapes[port].dtype and shape == self.planned_shape(at, isinstance(leaf, DTensor))
             for at, (port, leaf, shape) in enumerate(zip(self.inputs, leaves, shapes))
         )
@@ -192,8 +193,7 @@ class Runner:
         with self.same.call(how, random, arguments, self.where, train or self.exchanges):
             del arguments
             if SEED_PORT in self.shapes:
-                given[SEED_PORT] = torch.tensor(seed_of_step(**random), device=self.where)
-                random["step"] += 1
+                given[SEED_PORT] = torch.tensor(next_seed(random), device=self.where)
             values = [local_of(given[port]) if port.kind == PARAMETER else given[port] for port in self.takes]
             if self.masters:
                 values = [

@@ -425,6 +425,16 @@ def test_two_parameters_over_the_same_memory_are_refused():
     check(module, (x(),))
 
 
+def test_a_buffer_is_written_only_where_no_other_one_lies_over_its_memory():
+    module = Model(lambda m, x: m.linear(x) * m.counts.add_(1.0)[:6] + m.view, counts=nn.Buffer(torch.ones(8)))
+    module.view = nn.Buffer(module.counts[2:])
+    for method in ("light", "aot"):
+        with pytest.raises(CaptureError, match="the forward writes 'counts', which shares memory with 'view'"):
+            capture(module, (x(),), method=method)
+    module.function = lambda m, x: m.linear(x) * m.counts[:6] + m.view  # read alone
+    check(module, (x(),))
+
+
 def test_a_line_is_shown_as_it_is_when_a_model_is_captured_again(tmp_path):
     file = tmp_path / "edited.py"
     for text in ("x.nonzero()", "x.add(1).nonzero()"):

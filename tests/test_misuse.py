@@ -9,6 +9,7 @@ import math
 import tempfile
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,11 +20,13 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import sbpc
 from sbpc import Mesh
 from sbpc.errors import CheckpointError, PlanError, SbpcError
 from sbpc.runtime.executors import executor_of
+from sbpc.runtime.module import log
 from sbpc.runtime.start import process_groups
 from tests.processes import run_ranks
 
@@ -140,6 +143,42 @@ def parametrized() -> float:
         each(x).backward()
     assert list(module.state_dict()) == list(model.state_dict())
     return differences(module, model)
+
+
+class Dropping(Net):
+    """The same with dropout between."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x) * x, 0.5).sum()
+
+
+def computed_again() -> float:
+    """A module around which torch.utils.checkpoint stands."""
+    found = []
+    for way in (True, False):
+        module, model, x = made(asks=True)
+        for each in (module, model):
+            checkpoint(each, x, use_reentrant=way).backward()  # type: ignore[union-attr]
+        found.append(differences(module, model))
+    return max(found)
+
+
+def drawn_again() -> list[str]:
+    """The same of a model that draws random numbers: without the refusal gradients would be those of another loss."""
+    module, _, x = made(Dropping, asks=True)
+    return [error(checkpoint(module, x, use_reentrant=way).backward) for way in (True, False)]  # type: ignore[union-attr]
+
+
+def shared_parameters() -> list[str]:
+    """Which parameter is said to be trained apart, of a module made parallel twice, and of one that shares it."""
+    one, two, x = nn.Linear(6, 6), nn.Linear(6, 6), torch.randn(4, 6)
+    two.weight = one.weight
+    plan, kept, said = sbpc.plan(one, (x,), Mesh(x=2)), list[nn.Module](), list[str]()
+    for model in (one, one, two):
+        with mock.patch.object(log, "warning") as warning:
+            kept.append(sbpc.parallelize(model, plan))
+        said.append("".join(str(call.args[1]) for call in warning.call_args_list))
+    return said
 
 
 def elsewhere() -> list[str]:
@@ -358,6 +397,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "data between": data_between,
     "parts written": parts_written,
     "numbers of parameters in a loss": numbers_of_parameters_in_a_loss,
+    "computed again": computed_again,
+    "drawn again": drawn_again,
+    "shared parameters": shared_parameters,
     "penalty": penalty,
     "create_graph alone": create_graph_alone,
     "written by hand": lambda: written(by_hand),
@@ -378,6 +420,10 @@ TWICE = (
     "a gradient of a gradient is asked for, and a plan has a forward and a backward alone\n"
     "  Leave out create_graph=True, or compute such a term, as a gradient penalty, by a model on one device."
 )
+DRAWN = (
+    "a forward that draws random numbers is computed again in a backward, and would draw others\n"
+    "  Leave out torch.utils.checkpoint around the parallel module: sbpc.plan(..., recompute=...) keeps less, too."
+)
 WRITTEN = (
     "parameter down.weight was written between a forward and its backward, which reads it\n"
     "  Call backward before optimizer.step(), or run the forward again."
@@ -395,6 +441,8 @@ LOST = (
 REFUSED: dict[str, Any] = {
     "parts written": [LOST] * 14 + [True] * 6,
     "total norms": [ONE_STAGE] * 5,
+    "drawn again": [DRAWN] * 2,
+    "shared parameters": ["", "", "weight"],
     "pickles": [
         *[PART] * 3,
         "saved",

@@ -200,6 +200,11 @@ def largest(module: Any) -> list[str]:
     norm = float(module.clip_grad_norm_(most / 2, float("inf")))
     now = max(process_groups.from_all_ranks(max(float(g.full_tensor().abs().max()) for g in gradients)))
     wrong = [f"{norm} and then {now}, not {most}"] if norm != most or abs(now - most / 2) > 1e-5 * most else []
+    for none in (0, -torch.inf, torch.nan):  # that of stages is no norm of their norms where one has no gradient
+        try:
+            wrong.append(f"{none}: {module.clip_grad_norm_(1.0, none)}")
+        except PlanError as error:
+            wrong += [] if "norm_type is" in str(error) else [str(error)]
     if torch.distributed.get_rank() == 1:
         gradients[0].to_local().fill_(torch.nan)
     try:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import B, Mesh, P, S
 from sbpc.boxing.paths import path
+from sbpc.errors import PlanError
 from sbpc.graph.operands import operands
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.states import Partial
@@ -202,6 +203,29 @@ def test_keyword_none_and_non_tensor_arguments() -> None:
     plan = check(model, args, Mesh(x=2, y=2), kwargs)
     with pytest.raises(sbpc.SbpcError, match="the arguments are not like those planned"):
         sbpc.simulate(plan, model, args, kwargs | {"scale": 2.0})
+
+
+def test_constants_that_compare_equal_are_not_the_same_argument() -> None:
+    """A number decides the type of a result, and what divides by 0.0 has another sign than what divides by -0.0."""
+
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, by: Any) -> Tensor:
+            return x * by
+
+    x = torch.arange(4)
+    for planned, given in ((2, 2.0), (1, True), (0.0, -0.0)):
+        plan = sbpc.plan(Scaled(), (x, planned), Mesh(x=2))
+        assert torch.equal(sbpc.simulate(plan, Scaled(), (x, planned)).outputs, x * planned)
+        with pytest.raises(PlanError, match="the arguments are not like those planned"):
+            sbpc.simulate(plan, Scaled(), (x, given))
+
+
+def test_a_parameter_that_is_tied_after_it_was_planned_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plan = sbpc.plan(model, (torch.randn(6, 4),), Mesh(x=2))
+    model[1].weight = model[0].weight
+    with pytest.raises(PlanError, match=r"tied to 0\.weight, and was not when planned"):
+        sbpc.simulate(plan, model, (torch.randn(6, 4),))
 
 
 def test_input_that_requires_grad() -> None:

@@ -43,8 +43,9 @@ class FakeModel:
     arguments: the structure of (args and targets, kwargs); the first `count` positional ones go to the module.
     parameters, buffers: fakes by first qualified name. inputs: fakes of the argument leaves; labels: readable names
     for them. known: by id the real tensors that may turn up in the forward although nothing passes them in, with the
-    fake that stands for each, or None where its values are constants (a buffer of a loss module). guards, roots,
-    first: what `Attributes` found in the last forward.
+    fake that stands for each, or None where its values are constants (a buffer of a loss module). shared: by name of
+    a parameter or buffer another over the same memory. guards, roots, first: what `Attributes` found in the last
+    forward.
     """
 
     module: nn.Module
@@ -60,6 +61,7 @@ class FakeModel:
     device: torch.device
     dtype: torch.dtype | None
     mode: FakeTensorMode
+    shared: dict[str, str] = field(default_factory=dict)
     guards: dict[str, str] = field(default_factory=dict)
     roots: dict[str, Any] = field(default_factory=dict)
     first: list[First] = field(default_factory=list)
@@ -159,7 +161,7 @@ def fake_model(
     labels = _labels(module, loss, len(args), paths(arguments))
     for name, value in (*parameters.items(), *buffers.items(), *zip(labels, leaves)):
         _check_plain(name, value)
-    _check_memory(parameters, {**parameters, **buffers})
+    shared = _shared_memory(parameters, {**parameters, **buffers})
     device, mode = _device((*parameters.values(), *buffers.values(), *leaves)), FakeTensorMode()
     fakes: Named = {}
     for name, value in parameters.items():
@@ -185,6 +187,7 @@ def fake_model(
         device,
         dtype,
         mode,
+        shared,
     )
 
 
@@ -235,6 +238,12 @@ def finish(
     train: bool,
 ) -> GraphModule:
     """Returns the module of a traced graph: without dead nodes, with ports in its meta and `values` as its `val`."""
+    for port, _ in outputs:
+        if port.kind == ports.MUTATION and (other := source.shared.get(port.name)):
+            raise CaptureError(
+                f"the forward writes {port.name!r}, which shares memory with {other!r}: a write into one reaches the "
+                "other in eager mode\n  Register one of them, and make the other of it in the forward."
+            )
     end = graph.output(tuple(node for _, node in outputs))
     end.meta = {"module": "", "stack_trace": "", "phase": "backward" if train else "forward"}
     drop_unused(graph)
@@ -319,8 +328,10 @@ def _check_plain(name: str, value: Tensor) -> None:
         raise CaptureError(f"{name!r} has the symbolic shape {tuple(value.shape)}\n  Give sizes that are numbers.")
 
 
-def _check_memory(parameters: Named, named: Named) -> None:
-    """Refuses two parameters over the same memory: they are one in eager mode, and would be trained apart here."""
+def _shared_memory(parameters: Named, named: Named) -> dict[str, str]:
+    """Returns by name of what shares its memory with another, that one's name. Refuses two parameters over the same
+    memory: they are one in eager mode, and would be trained apart here."""
+    shared: dict[str, str] = {}
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, value in named.items():
         start = int(value.storage_offset()) * value.itemsize
@@ -328,10 +339,13 @@ def _check_memory(parameters: Named, named: Named) -> None:
         end = start + (extent * value.itemsize if value.numel() else 0)
         for low, high, other in spans.setdefault(storage_of(value), []):
             trained = any(n in parameters and parameters[n].requires_grad for n in (name, other))
-            if start < high and low < end and trained:
-                what = f"{name!r} shares memory with {other!r}"
-                raise CaptureError(f"{what}\n  Tie them as one parameter: a.weight = b.weight.")
+            if start < high and low < end:
+                if trained:
+                    what = f"{name!r} shares memory with {other!r}"
+                    raise CaptureError(f"{what}\n  Tie them as one parameter: a.weight = b.weight.")
+                shared |= {name: other, other: name}
         spans[storage_of(value)].append((start, end, name))
+    return shared
 
 
 def _labels(module: nn.Module, loss: Any, count: int, leaf_paths: Sequence[tuple[Any, ...]]) -> list[str]:

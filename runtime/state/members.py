@@ -26,7 +26,8 @@ CLIP = """Scales the gradients so that their norm is at most `max_norm`, and ret
 
 It is `torch.nn.utils.clip_grad_norm_` of all parameters of the model, those on other stages of a pipeline, too, each
 counted once: the norm is that of one device. Every rank calls it at the same point. norm_type: the p of the norm,
-float("inf") for the largest element. Raises PlanError for a norm that is NaN or infinite if `error_if_nonfinite`."""
+above 0, float("inf") for the largest element. Raises PlanError for another one, and for a norm that is NaN or infinite
+if `error_if_nonfinite`."""
 
 
 def members_of(
@@ -129,6 +130,9 @@ def clip(
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Does what CLIP says. elsewhere: names of parameters that are counted on another stage, too."""
+    norm_type = float(norm_type)
+    if not norm_type > 0:  # the norm of no elements, as some ranks hold, would count in that of all
+        raise PlanError(f"norm_type is {norm_type}\n  Clip by a norm above 0, such as 2.0 or float('inf').")
     gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     first = next(module.parameters(), torch.empty(0))
     norms = [norm(local_of(g), norm_type) for name, g in gradients.items() if name not in elsewhere and counts(g)]

@@ -38,6 +38,16 @@ def flatten(value: Any, path: str = "value", drops: bool = False) -> tuple[list[
     return leaves, _flatten(value, path, leaves, drops)
 
 
+def same_structure(one: Any, other: Any) -> bool:
+    """Returns whether two structures are the same, also in what compares equal and computes something else: 2 and 2.0,
+    1 and True, 0.0 and -0.0.
+
+    >>> same_structure(["tuple", [["tensor", 0], 2]], ["tuple", [["tensor", 0], 2.0]])
+    False
+    """
+    return bool(one == other) and repr(one) == repr(other)
+
+
 def dropped(structure: Any) -> list[str]:
     """The classes of the caches that were left out of a structure."""
     match structure:

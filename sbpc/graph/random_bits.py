@@ -13,6 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sbpc._compat import autograd_node
+from sbpc.errors import PlanError
+
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / the golden ratio, odd: the step from one element to the next
 DIGITS = 53  # as many random bits as a float64 has digits
 
@@ -72,6 +75,22 @@ def seed_of_step(seed: int, step: int) -> int:
     """The seed that a parallel module with the base seed `seed` gives its program in its forward number `step`, from
     0."""
     return int(mix(torch.tensor(wrap(seed)).add_(wrap(step * GOLDEN))))
+
+
+def next_seed(random: dict[str, int]) -> int:
+    """The seed of the next forward, which it counts. random: "seed", and "step", the forwards that have drawn.
+
+    Raises PlanError within a backward, where torch.utils.checkpoint computes a forward again: the program would draw
+    other numbers than those of which the loss was computed.
+    """
+    if autograd_node() is not None:
+        raise PlanError(
+            "a forward that draws random numbers is computed again in a backward, and would draw others\n  Leave out "
+            "torch.utils.checkpoint around the parallel module: sbpc.plan(..., recompute=...) keeps less, too."
+        )
+    seed = seed_of_step(**random)
+    random["step"] += 1
+    return seed
 
 
 def shape_of_bits(seed: Tensor, size: Sequence[int], *_: object, **__: object) -> Tensor:
