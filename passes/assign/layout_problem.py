@@ -78,23 +78,25 @@ class LayoutProblem:
         self.variables = [
             Variable(node.name, self.seconds_of(node, t), t.digits) for node, t in zip(self.nodes, self.tables)
         ]
-        self.values: list[Value] = []
-        self.codes: list[Array] = []
-        self.keys: list[Key] = []
-        self.sums_of: list[str | None] = []
-        self.sent_in = sent_in(gm)
-        self.counted_parts: list[float] = []
         self.output_variables: list[int | None] = []
         self.output_tensors: dict[int, Tensors] = {}
         self.gradients = set[Key]()
-        readers = self.add_outputs(outputs)
+        self.readers = readers = self.add_outputs(outputs)
         for at, node in enumerate(self.nodes):
             for slot, operand in enumerate(operands(node)):
                 readers.setdefault(value_of(operand), []).append((at, slot))
+        self.keys = sorted(readers, key=lambda item: (self.number[item[0]], item[1]))
         if not self.weighs_bytes:  # else the bytes of a renaming count too
             self.narrow(readers, wishes)
-        for key in sorted(readers, key=lambda item: (self.number[item[0]], item[1])):
-            self.add_value(key, readers[key])
+        sent = sent_in(gm)
+        self.sums_of = [
+            sent.get(key) or sums_of(key[0], [self.nodes[at] for at, place in readers[key] if place >= 0])
+            for key in self.keys
+        ]
+        self.counted_parts = [self.counted_part(key) for key in self.keys]
+        for number, part in enumerate(self.counted_parts):
+            if part != 1.0 and self.keys[number] in self.gradients:
+                self.add_sums(number, 1 - part)
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
         """Returns what was made for the key before, so that equal nodes and values share arrays; else makes it.
@@ -246,34 +248,47 @@ class LayoutProblem:
         at, place = reader
         return self.tables[at].ins[place] if place >= 0 else self.tables[at].outs[0]
 
-    def add_value(self, key: Key, readers: list[Reader]) -> None:
-        """Adds a value: from the layouts that its producer leaves to those that its readers take."""
-        producer, about = self.number[key[0]], shape_of(*key)
-        ports = [self.tables[producer].outs[key[1]], *map(self.taken, readers)]
-        sums = self.sent_in.get(key) or sums_of(key[0], [self.nodes[at] for at, place in readers if place >= 0])
-        known = self.once((*map(id, ports), *about, sums), lambda: self.boxings(ports, *about, sums))
-        codes, (out, *wants), seconds = known
-        kind = PARAMETER if key[0] in self.fixed else GRADIENT if all(place < 0 for _, place in readers) else ""
-        share = float(self.parts.get(kind, 1.0))  # less than 1 where it is boxed once for all micro-batches of a loop
-        if share != 1.0:
-            full = seconds
-            seconds = self.once((id(full), share), lambda: full * share)
-            if key in self.gradients:
-                self.add_sums(
-                    producer, out, 1 - share, self.once((id(full), "sums"), lambda: self.sums(codes, full, *about))
-                )
-        consumers = [(reader, wanted) for (reader, _), wanted in zip(readers, wants)]
-        places = (MADE + key[1], *(place for _, place in readers))
-        self.values.append(Value(producer, out, consumers, seconds, places))
-        self.codes.append(codes)
-        self.keys.append(key)
-        self.sums_of.append(sums)
-        self.counted_parts.append(share)
+    def counted_part(self, key: Key) -> float:
+        """Returns what part of its seconds a boxing of a value counts: less than 1 where it is boxed once for all
+        micro-batches of a loop."""
+        of_gradient = all(place < 0 for _, place in self.readers[key])
+        return float(self.parts.get(PARAMETER if key[0] in self.fixed else GRADIENT if of_gradient else "", 1.0))
 
-    def add_sums(self, at: int, out: Array, part: float, sums: Array) -> None:
-        """Adds to the costs of what makes a gradient that it is added to those of other micro-batches. sums: seconds
-        by layout."""
+    @cached_property
+    def values(self) -> list[Value]:
+        """Every value, from the layouts that its producer leaves to those that its readers take. A bound of every call
+        by itself needs none."""
+        return [self.value(number, *self.boxed(number)[1:]) for number in range(len(self.keys))]
+
+    @cached_property
+    def codes(self) -> list[Array]:
+        """The codes of its layouts, by value."""
+        return [self.boxed(number)[0] for number in range(len(self.keys))]
+
+    def boxed(self, number: int) -> tuple[Array, list[Array], Array]:
+        """Returns `boxings` of a value."""
+        key, sums = self.keys[number], self.sums_of[number]
+        ports = [self.tables[self.number[key[0]]].outs[key[1]], *map(self.taken, self.readers[key])]
+        about = shape_of(*key)
+        return self.once((*map(id, ports), *about, sums), lambda: self.boxings(ports, *about, sums))
+
+    def value(self, number: int, layouts: list[Array], seconds: Array) -> Value:
+        """Returns a value. layouts: by port and label. seconds: between them, where all of them count."""
+        key, part = self.keys[number], self.counted_parts[number]
+        if part != 1.0:
+            full = seconds
+            seconds = self.once((id(full), part), lambda: full * part)
+        readers = self.readers[key]
+        consumers = [(at, wants) for (at, _), wants in zip(readers, layouts[1:])]
+        places = (MADE + key[1], *(place for _, place in readers))
+        return Value(self.number[key[0]], layouts[0], consumers, seconds, places)
+
+    def add_sums(self, number: int, part: float) -> None:
+        """Adds to the costs of what makes a gradient that it is added to those of other micro-batches."""
+        key, (codes, (out, *_), full) = self.keys[number], self.boxed(number)
+        at = self.number[key[0]]
         variable = self.variables[at]
+        sums = self.once((id(full), "sums"), lambda: self.sums(codes, full, *shape_of(*key)))
         costs = self.once((id(variable.costs), id(out), part, id(sums)), lambda: variable.costs + part * sums[out])
         self.variables[at] = replace(variable, costs=costs)
 

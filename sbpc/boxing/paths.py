@@ -80,16 +80,21 @@ def closure(codes: Array, shape: Numbers, itemsize: int, mesh: Mesh, sums: str |
     states = states_of(codes, count)
     if ((states < LOCAL) & (states >= len(shape))).any():
         raise LayoutError(f"a layout that splits dim {len(shape)} or above of {tuple(shape)}\n  Split one of its dims.")
-    matrix = np.full((len(codes), len(codes)), np.inf)
     kinds = np.where(is_kept(states), states, 0)
-    for kind in np.unique(kinds, axis=0):
-        sources = np.flatnonzero((kinds == kind).all(1))
-        first = decode(int(codes[sources[0]]), mesh.axes)
+
+    def between(kind: Array, sources: Array, ends: Array) -> Array:
+        first = decode(int(sources[0]), mesh.axes)
         of_kind, _ = first.busiest(alike(shape, mesh, kind), mesh.sizes, mesh.routing.expected)
         prices = _prices(tuple(NAMES.get(int(code)) for code in kind), of_kind, itemsize, mesh, sums)
+        return prices.rows(prices.graph.at(sources).tolist(), prices.graph.at(ends))
+
+    if (kinds == kinds[:1]).all():
+        return between(kinds[0], codes, codes)
+    matrix = np.full((len(codes), len(codes)), np.inf)
+    for kind in np.unique(kinds, axis=0):
+        sources = np.flatnonzero((kinds == kind).all(1))
         columns = np.flatnonzero(((kinds == kind) | ((kinds == 0) & (kind > SUM))).all(1))
-        starts, ends = prices.graph.at(codes[sources]), prices.graph.at(codes[columns])
-        matrix[np.ix_(sources, columns)] = prices.rows(starts.tolist())[:, ends]
+        matrix[np.ix_(sources, columns)] = between(kind, codes[sources], codes[columns])
     return matrix
 
 
@@ -201,13 +206,19 @@ class _Prices:
         self.seconds = np.maximum(taken, np.array(least)[graph.kind]) + kernels
 
     def row(self, source: int) -> Array:
-        return self.rows([source])[0]
+        """The cheapest totals from a source to every layout."""
+        if source not in self._rows:
+            self.rows([source], np.empty(0, dtype=np.int64))
+        return self._rows[source]
 
-    def rows(self, sources: Numbers) -> Array:
-        """The cheapest totals from each source to every layout."""
+    def rows(self, sources: Numbers, ends: Array) -> Array:
+        """The cheapest totals from each source to each end."""
         fresh = [at for at in dict.fromkeys(sources) if at not in self._rows]
         self._rows.update(zip(fresh, self.graph.edges.totals(self.seconds, np.array(fresh, dtype=np.int64))))
-        return np.stack([self._rows[at] for at in sources])
+        found = np.empty((len(sources), len(ends)))
+        for row, at in zip(found, sources):
+            self._rows[at].take(ends, out=row, mode="clip")  # else `take` makes a copy first
+        return found
 
 
 _graph = functools.lru_cache(maxsize=64)(_Graph)

@@ -20,12 +20,13 @@ from networkx.utils import UnionFind
 
 from sbpc.solver.fold import Folded, Slot, fold, repriced
 from sbpc.solver.messages.trws import BALANCE, Messages, big_m
-from sbpc.solver.problem import SLACK, Array, Problem, Proof, Value, Variable
+from sbpc.solver.problem import SLACK, Array, Problem, Proof, Value, Variable, total
 from sbpc.solver.proof import checked_bound, largest
 from sbpc.solver.subsets import Subset, everything
 
 ROUNDS = 16  # each of as many sweeps as there are from one balance of cost shares to the next
 STALLED = 7.5e-4  # rounds end when one adds no more than this part to the bound
+PLANNED = 1e-6  # part of the bound by which the best plan exceeds it, for single precision
 ROUNDING = 1e-4  # of the seconds, in bounds of single precision
 CELLS = 1e8  # boxings between two layouts, over all values, of a network that is not folded
 WIDE = 3  # axes from which messages are of single precision: half the memory, two thirds of the time
@@ -134,19 +135,18 @@ def is_wide(problem: Problem) -> bool:
     return problem.variables[0].digits.shape[1] >= WIDE
 
 
-def messages_of(problem: Problem, most: float) -> Messages:
-    """Returns messages in the precision of a problem. most: seconds at which boxings are cut off."""
-    return Messages(problem, most, np.float32 if is_wide(problem) else np.float64)
+def messages_of(problem: Problem, most: float, like: Messages | None = None) -> Messages:
+    """Returns messages in the precision of a problem. most: seconds at which boxings are cut off. like: see
+    `Messages`."""
+    return Messages(problem, most, np.float32 if is_wide(problem) else np.float64, like)
 
 
-def folded_messages(
-    folded: Folded, of_blocks: Messages, bundles: Sequence[int], most: float, stalled: float = STALLED
-) -> Messages:
+def folded_messages(folded: Folded, of_blocks: Messages, bundles: Sequence[int]) -> Messages:
     """Returns messages of the folded problem itself, which knows the ends of runs of blocks. They go on from those of
     the blocks. Their bound is one only of plans in which a class has one label."""
-    messages = messages_of(folded.problem, most)
+    messages = messages_of(folded.problem, of_blocks.big_m, of_blocks)
     messages.start_from(of_blocks, bundles)
-    return raised(messages, stalled=stalled)
+    return raised(messages, planned=True)
 
 
 def certify(problem: Problem, finer: Sequence[int], seconds: float, limit: float) -> tuple[float, Proof]:
@@ -182,15 +182,18 @@ class SubProblem:
     units: list[float] = field(default_factory=list)
 
 
-def raised(messages: Messages, rest: float = 0.0, stalled: float = STALLED) -> Messages:
+def raised(messages: Messages, rest: float = 0.0, stalled: float = STALLED, planned: bool = False) -> Messages:
     """Returns the messages after sweeps until rounds stall, first along paths, then with equal parts. rest: what the
-    whole bound has besides. stalled: see STALLED."""
+    whole bound has besides. stalled: see STALLED. planned: whether a plan is asked for, so that they end once it is
+    read off them."""
     for follow in (True, False):
         messages.follow_paths(follow)
         for _ in range(ROUNDS):
             before = messages.bound
             for _ in range(BALANCE):
                 messages.sweep()
+            if planned and total(messages.problem, messages.decode()) <= messages.bound * (1 + PLANNED):
+                return messages
             if messages.bound - before <= stalled * max(abs(messages.bound), rest):
                 break
     return messages

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sbpc.solver.bounder import STALLED, Bounder, blocks, folded_messages, is_wide, messages_of, raised
+from sbpc.solver.bounder import STALLED, Bounder, folded_messages, is_wide, messages_of, raised
 from sbpc.solver.fold import fold
 from sbpc.solver.highs import cheapest, relax, support
 from sbpc.solver.messages.trws import Messages, big_m
@@ -73,12 +73,9 @@ class Search:
 
     def find_plan(self) -> None:
         """Looks for a plan without a bound of the whole problem."""
-        part, most = blocks(self.folded), big_m(self.folded.problem)
+        messages = messages_of(self.folded.problem, big_m(self.folded.problem))
         stalled = ENOUGH if is_wide(self.problem) else STALLED
-        messages = raised(messages_of(part.problem, most), stalled=stalled)
-        if not self.folded.trivial:
-            messages = folded_messages(self.folded, messages, part.bundles, most, stalled)
-        self.solve_near(messages, [])
+        self.solve_near(raised(messages, stalled=stalled, planned=True), [])
 
     def solve_near(self, messages: Messages, reduced_costs: list[list[np.ndarray]]) -> None:
         """Takes the plan of messages of the folded problem, whose bound is one of plans in which a class has one label,
@@ -101,7 +98,7 @@ class Search:
         if self.folded.trivial:
             self.solve_near(bounder.messages, [])
         else:
-            messages = folded_messages(self.folded, bounder.messages, bounder.bundles, bounder.big_m)
+            messages = folded_messages(self.folded, bounder.messages, bounder.bundles)
             self.solve_near(messages, [bounder.reduced_costs])
 
     def refined(self, bounder: Bounder, partitions: Sequence[Sequence[int]]) -> Bounder:

@@ -97,6 +97,8 @@ def producer_costs(use: Use, labels: Labels) -> Array:
         plans = [[*labels[:at], label, *labels[at + 1 :]] for label in range(len(place))]
         return np.array([star_seconds(use.value, plan) for plan in plans])
     wanted = dict.fromkeys(int(wants[labels[consumer]]) for consumer, wants in use.value.consumers)
+    if len(wanted) == 1:  # directly: an alias elsewhere would be a detour
+        return closure[layouts, next(iter(wanted))][place]
     sums = closure[layouts]
     sums += closure[:, list(wanted)].sum(1)
     seconds = sums.min(1)
@@ -116,9 +118,13 @@ def consumer_costs(use: Use, at: int, labels: Labels) -> Array:
     free[[source, *others]] = True
     if len(use.ports) == 1:
         ((layouts, place),) = use.ports
-        sums = closure[:, layouts]
-        sums += base[:, None]
-        return np.where(free[layouts], base.min(), sums.min(0))[place]
+        best = int(base.argmin())
+        useful = base < base[best] + closure[best]  # of others, it costs as little by way of the best one
+        useful[best] = True
+        aliases = np.flatnonzero(useful)
+        sums = closure[np.ix_(aliases, layouts)]
+        sums += base[aliases, None]
+        return np.where(free[layouts], base[best], sums.min(0))[place]
     pairs, which = np.unique(np.stack([layouts[place] for layouts, place in use.ports]), axis=1, return_inverse=True)
     seconds = np.empty(pairs.shape[1])
     for number, wanted in enumerate(pairs.T):

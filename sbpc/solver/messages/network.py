@@ -26,6 +26,33 @@ class NodePort:
 
 
 @dataclass(eq=False)
+class Boxings:
+    """Seconds of boxings cut off at `big_m`, in the precision `real`; those between the same layouts are one array."""
+
+    big_m: float
+    real: type[np.floating]
+    # by closure, with the closure, which is kept so that no other has its id; by closure and layouts
+    closures: dict[int, tuple[Array, Array]] = field(default_factory=dict)
+    matrices: dict[tuple[int, bytes, bytes], Array] = field(default_factory=dict)
+
+    def whole(self, closure: Array) -> Array:
+        """Returns those between all layouts."""
+        if id(closure) not in self.closures:
+            self.closures[id(closure)] = closure, np.minimum(closure, self.big_m).astype(self.real, copy=False)
+        return self.closures[id(closure)][1]
+
+    def between(self, closure: Array, tail: Array, head: Array) -> Array:
+        """Returns those from some layouts to others, ascending both."""
+        seconds = self.whole(closure)
+        if len(tail) == len(head) == len(seconds):
+            return seconds
+        key = (id(closure), tail.tobytes(), head.tobytes())
+        if key not in self.matrices:
+            self.matrices[key] = seconds.take(tail, 0).take(head, 1)
+        return self.matrices[key]
+
+
+@dataclass(eq=False)
 class Edge:
     """A boxing between the port of an earlier node and that of a later one; seconds [first layouts, last layouts].
 

@@ -135,24 +135,25 @@ class Star:
         return due
 
 
-def star_of(closure: Array, ports: Sequence[Array], late: list[bool], big_m: float, real: type[np.floating]) -> Star:
+def star_of(closure: Array, ports: Sequence[Array], late: list[bool]) -> Star:
     """Returns the star of a value with these layouts at its producer's and its consumers' ports, and equal cost
-    shares."""
+    shares. closure: finite, in the precision of the messages."""
+    real = closure.dtype.type
     sources, *wanted = ports
     layouts = np.unique(np.concatenate(wanted))
     columns = [np.searchsorted(layouts, each) for each in wanted]
-    price = np.minimum(closure[:, layouts], big_m).astype(real, order="C")
+    price = closure.take(layouts, 1)
     equal = equal_parts(columns, len(layouts)).astype(real)
     straight = [np.intersect1d(sources, each, assume_unique=True, return_indices=True)[1:] for each in wanted]
     direct = [np.full(len(sources), np.inf, real) for _ in wanted]
     for free, (source, _) in zip(direct, straight):
         free[source] = 0
     return Star(
-        np.minimum(closure[sources], big_m).astype(real, order="C"),
+        closure.take(sources, 0),
         price,
         equal,
         columns,
-        [np.ascontiguousarray(price[:, each] * equal[each]) for each in columns],
+        [price.take(each, 1) * equal[each] for each in columns],
         straight,
         late,
         np.zeros(len(sources), real),

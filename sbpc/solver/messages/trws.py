@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sbpc.solver.messages.compiled import Tables, machine
-from sbpc.solver.messages.network import Edge, NodePort, divide, node, order, paths
+from sbpc.solver.messages.network import Boxings, Edge, NodePort, divide, node, order, paths
 from sbpc.solver.messages.stars import Star, star_of
 from sbpc.solver.problem import Array, Problem, Value
 from sbpc.solver.subsets import distinct
@@ -29,13 +29,15 @@ class Messages:
     """Messages over all labels and layouts of a problem.
 
     big_m: seconds at which boxings are cut off, the impossible ones too; see the function. real: the precision of
-    the messages. bound: seconds that no plan costs less than. ports: by value, at its producer and at its distinct
-    consumers.
+    the messages. like: others of the same two, whose boxings are used again. bound: seconds that no plan costs less
+    than. ports: by value, at its producer and at its distinct consumers.
     """
 
-    def __init__(self, problem: Problem, big_m: float, real: type[np.floating] = np.float64):
+    def __init__(
+        self, problem: Problem, big_m: float, real: type[np.floating] = np.float64, like: Messages | None = None
+    ):
         self.problem, self.big_m, self.real = problem, big_m, real
-        self.matrices: dict[tuple[int, bytes, bytes], Array] = {}
+        self.boxings = Boxings(big_m, real) if like is None else like.boxings
         self.stars: dict[int, Star] = {}
         self.names = order(problem)
         self.place = {name: place for place, name in enumerate(self.names)}
@@ -105,7 +107,7 @@ class Messages:
             ends = [self.edge(value, out, NodePort(middle, alias, alias))]
             return ends + [self.edge(value, NodePort(middle, alias, alias), wants) for wants in wanted]
         layouts, late = [p.layouts for p in ports], [p.node > middle for p in wanted]
-        star = self.stars[middle] = star_of(value.closure, layouts, late, self.big_m, self.real)
+        star = self.stars[middle] = star_of(self.boxings.whole(value.closure), layouts, late)
         edges = []
         for branch, end in enumerate(ports):
             center = NodePort(middle, alias[:0], alias[:0])
@@ -114,11 +116,7 @@ class Messages:
 
     def edge(self, value: Value, tail: NodePort, head: NodePort) -> Edge:
         """Returns the edge over which `value` is boxed from the layouts of `tail` to those of `head`."""
-        key = (id(value.closure), tail.layouts.tobytes(), head.layouts.tobytes())
-        if key not in self.matrices:
-            part = value.closure[np.ix_(tail.layouts, head.layouts)]
-            self.matrices[key] = np.minimum(part, self.big_m).astype(self.real, copy=False)
-        seconds = self.matrices[key]
+        seconds = self.boxings.between(value.closure, tail.layouts, head.layouts)
         return Edge(tail, head, seconds) if tail.node < head.node else Edge(head, tail, seconds.T)
 
     def sweep(self) -> float:
@@ -241,7 +239,8 @@ def big_m(problem: Problem, seconds: float = math.inf) -> float:
     Even the part of it that one consumer pays is more than a plan costs. No more than needed, for the sake of rounding.
     """
     most = sum(float(np.abs(v.costs).max()) for v in problem.variables)
+    closures = {id(value.closure): value.closure for value in problem.values}
+    dearest = {at: float(closure.max(where=np.isfinite(closure), initial=0.0)) for at, closure in closures.items()}
     for value in problem.values:
-        finite = value.closure[np.isfinite(value.closure)]
-        most += float(finite.max()) * (1 + len(value.consumers))
+        most += dearest[id(value.closure)] * (1 + len(value.consumers))
     return 2 * min(most, seconds) * max([1, *(len(v.consumers) for v in problem.values)]) + 1e-30
