@@ -88,6 +88,17 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
+class Evened(Layers):
+    """Several, each with a loss that balances its experts over the whole batch."""
+
+    def forward(self, x: Tensor, favour: Tensor) -> Tensor:
+        uneven = x.new_zeros(())
+        for layer in self.layers:
+            made, balance = layer(x, favour)
+            x, uneven = torch.tanh(made), uneven + balance
+        return x.square().mean() + 0.1 * uneven
+
+
 def batch(routing: str = "as it comes", rows: int = 6, experts: int = 5) -> tuple[Tensor, Tensor]:
     """Eight sequences, and what is added to the logits; further experts are as the last of five."""
     generator = torch.Generator().manual_seed(1)

@@ -5,12 +5,12 @@ The micro-batches are the ranks of a mesh of one axis, as in `sbpc.passes.loop.m
 themselves say what each value is: cut (a micro-batch has its part), whole (the same for all), or partial (the
 micro-batches' values add up). Here one body is written for all of them; which one it is, is an input. Where
 micro-batches come together their values are joined after the loop. What all micro-batches read of the whole batch,
-such as a count of targets, is computed before the loop, from the inputs alone.
+such as a count of targets, is computed before the loop, from the inputs alone. What forwards make and only backwards
+read of the whole batch, such as how many tokens went to each expert, is joined when all forwards are done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -42,27 +42,16 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish
 from sbpc.mesh.states import B, Partial, Split
 from sbpc.passes.annotate import annotate
+from sbpc.passes.loop.joins import JOINS, Joins, how, is_join, is_whole
 from sbpc.passes.loop.micro_batches import AXIS, Unroller, batch_of, boxed_for, without_joins
 from sbpc.passes.loop.one_loss import one_loss, uncast_gradients
 from sbpc.plans.options import Options
-from sbpc.plans.staged.loop import Loop, Source
+from sbpc.plans.staged.loop import JOINED, Loop, Source
 from sbpc.rules.choices import Candidates
-from sbpc.rules.local_rows import CASTS, VIEWS
-from sbpc.rules.ops.expert_rows import WITHIN
 from sbpc.rules.sum_types import begins_sums
 
 aten = torch.ops.aten
-# equally dear, or parts are padded with zeros and added up
-JOINS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 OUTSIDE = 1e-6  # what a byte that crosses once, outside the loop, counts beside one in it
-WHOLE_BATCH = (
-    "Plan without stages=, where micro-batches know such a value of the whole batch; or leave such an op out: batch "
-    "statistics, a loss that balances experts over the batch (output_router_logits=False of transformers). To have it "
-    "of each part of the batch instead, which gives other numbers, step over one part after the other in "
-    "module.no_sync()."
-)
-DROPS = """Which rows are too many for an expert is told of all rows of the batch: with stages=, plan without
-  overflow="drop"; capacity= alone stops where a rank gets more."""
 INDEX = "micro_batch"  # the placeholder for the number of the micro-batch
 
 
@@ -120,52 +109,29 @@ class BodyWriter(Unroller):
 
     def __init__(self, gm: GraphModule, boxed: GraphModule, count: int) -> None:
         super().__init__(gm, boxed, count)
+        self.joins = Joins(gm, boxed)
         self.starts: dict[int, Node] = {}
         self.ports: dict[Port, Source | None] = {}  # of the placeholders
         self.index: Node
 
     def loop(self) -> Loop:
         """Writes the three parts."""
-        early = self.early_joins()
-        late = self.after_joins(early)
-        self.placeholders(early)
-        for node in self.boxed.graph.nodes:
-            if node.op not in ("placeholder", "output") and node not in early and node not in late:
+        self.placeholders()
+        for node in self.joins.body:
+            if node not in self and node.op != "output":
                 self.turn_to(node)
                 self[node] = [self.copied(node)] if node.op == "get_attr" else self.written(node)
-        return self.finished(early, late)
-
-    # --- which node is in which part ----------------------------------------------------------------------------------
-    def early_joins(self) -> set[Node]:
-        """Returns the joins that what is cut or partial depends on: they are computed before the loop. Raises
-        LoopError if they cannot."""
-        own = {node for node in self.boxed.graph.nodes if node.op == "call_function" and not is_whole(node)}
-        needed, known = ancestors(own), {node.name for node in self.gm.graph.nodes}
-        joins = [node for node in self.boxed.graph.nodes if is_join(node) and node in needed]
-        for join in joins:
-            reads, ports = ancestors([join]), placeholders(self.boxed).items()
-            wrong = [
-                f"depends on {p.kind} {p.name}" for p, node in ports if node in reads and p.kind not in (INPUT, BUFFER)
-            ]
-            # as batch norm: the step has no such value
-            wrong += [] if maker_of(join).name in known else ["runs in two phases"]
-            if wrong:
-                what = f"each micro-batch needs the whole batch's value of this op, which {wrong[0]}"
-                raise LoopError(at_node(what, maker_of(join), DROPS if is_for_drops(join) else WHOLE_BATCH))
-        return set(joins)
-
-    def after_joins(self, early: set[Node]) -> set[Node]:
-        """Returns the joins behind the loop and all that depends on them."""
-        late = {node for node in self.boxed.graph.nodes if is_join(node) and node not in early}
-        for node in self.boxed.graph.nodes:
-            if node.op != "output" and any(used in late for used in node.all_input_nodes):
-                late.add(node)
-        return late
+        return self.finished()
 
     # --- the body -----------------------------------------------------------------------------------------------------
-    def placeholders(self, early: Iterable[Node]) -> None:
-        """Writes all placeholders: those of the step, with inputs as a micro-batch has them, early joins, and the
-        micro-batch's number."""
+    def turn_to(self, node: Node) -> None:
+        super().turn_to(node)
+        if node in self.joins.tail or node in self.joins.middle:  # it is computed where backwards read it
+            self.about.meta["phase"] = "backward"
+
+    def placeholders(self) -> None:
+        """Writes all placeholders: those of the step, with inputs as a micro-batch has them, early joins, the
+        micro-batch's number, and what is joined when all forwards are done."""
         for port, node in placeholders(self.boxed).items():
             self.turn_to(node)
             copy = self.copied(node)
@@ -178,14 +144,22 @@ class BodyWriter(Unroller):
             if dim is not None:
                 copy.meta["val"] = part(node.meta["val"], dim, self.count)
             add_port(self.ports, INPUT, Source("argument", int(port.name), dim))
-        joins = [node for node in self.boxed.graph.nodes if node in early]
+        joins = [node for node in self.boxed.graph.nodes if node in self.joins.early]
         whole = [self.given(f"whole_{place}", {"val": join.meta["val"]}) for place, join in enumerate(joins)]
         for place in range(len(joins)):
             add_port(self.ports, INPUT, Source("before", place))
         with self.mode:
             self.index = self.given(INDEX, {"val": torch.empty((), dtype=torch.int64)})
         add_port(self.ports, INPUT, Source("index", 0))
-        for join, value in zip(joins, whole):
+        given = dict(zip(joins, whole))
+        for join, first in self.joins.middle.items():
+            self.turn_to(join)
+            if first not in given:
+                value = self.given(f"joined_{first.name}", {"val": first.meta["val"]})
+                add_port(self.ports, INPUT, Source(JOINED, self.joins.reads.index(first)))
+                given[first] = self.call(aten.clone.default, value)  # the stage that makes it sends it to others
+            given[join] = given[first]
+        for join, value in given.items():
             self.turn_to(join)
             self[join] = self.cut(join.meta["step"], [value]) if join.meta["sbp"].cuts else [value]
 
@@ -236,18 +210,15 @@ class BodyWriter(Unroller):
         raise LoopError(at_node(what, copies[0], "Plan without stages=."))
 
     # --- what is done once --------------------------------------------------------------------------------------------
-    def finished(self, early: set[Node], late: set[Node]) -> Loop:
+    def finished(self) -> Loop:
         """Returns the loop: the body with its outputs, and the graphs around it."""
-        ports = self.gm.meta["ports"]
+        ports, reads = self.gm.meta["ports"], self.joins.reads
         ends = list(zip(ports.outputs, results(self.boxed)))
         once = [node for port, node in ends if port.kind != GRADIENT]
-        reads = read_behind(once, late)
         leaves: dict[Port, Node | None] = {
-            port: None if node is None else self.summed(port, node, late)
-            for port, node in ends
-            if port.kind == GRADIENT
+            port: None if node is None else self.summed(port, node) for port, node in ends if port.kind == GRADIENT
         }
-        leaves |= {Port(OUTPUT, str(at)): self.read_out(node) for at, node in enumerate(reads)}
+        leaves |= {Port(OUTPUT, str(at)): self.left_of(node) for at, node in enumerate(reads)}
         inputs = {port.name: source for port, source in self.ports.items() if source is not None}
         given = replace(ports, inputs=tuple(self.ports), outputs=tuple(leaves), **structures(len(inputs), len(reads)))
         body = self.ended(list(leaves.values()), self.gm.meta | {"ports": given})
@@ -258,83 +229,46 @@ class BodyWriter(Unroller):
         after = Copies()
         for at, node in enumerate(reads):
             after[node] = after.given(f"loop_{at}", {"val": node.meta["val"]})
+        behind = ancestors((node for node in once if node is not None), after)
+        for node in [each for each in self.boxed.graph.nodes if each in behind and each not in after]:
+            if "step" in node.meta:  # values are whole behind the loop
+                after[node] = after[operands(node)[0]]
+            else:
+                after.keep(node)
+        after.left(once)
         by_name = {node.name: node for node in self.gm.graph.nodes}
-        whole = [by_name[maker_of(node).name] for node in self.boxed.graph.nodes if node in early]
+        whole = [by_name[maker_of(node).name] for node in self.boxed.graph.nodes if node in self.joins.early]
         return Loop(
             self.count,
             annotate(body),
             before.extracted(self.gm, self.gm.graph.nodes, whole),
-            after.extracted(self.boxed, self.boxed.graph.nodes, once),
+            after.module(self.boxed, {}),
             inputs,
             tuple(map(how, reads)),
             ports,
             {port: node.meta["val"] for port, node in placeholders(self.gm).items()},
         )
 
-    def read_out(self, node: Node) -> Node:
+    def left_of(self, node: Node) -> Node:
         """Returns what the body leaves of a node that is read behind it: a copy of what is given to the body."""
         self.turn_to(node)
         (value,) = self[operands(node)[0] if is_join(node) else node]
         return self.call(aten.clone.default, value) if value.op in ("placeholder", "get_attr") else value
 
-    def summed(self, port: Port, node: Node, late: set[Node]) -> Node:
+    def summed(self, port: Port, node: Node) -> Node:
         """Returns what adds up to a gradient over the micro-batches; of one that they all have, the first one's."""
         if self.count == 1:
             return self[node][0]
         if is_join(node) and how(node) == "sum":
             return self[operands(node)[0]][0]
-        if node not in late and is_whole(node):
+        if node in self and is_whole(node):
             self.turn_to(node)
             return self.masked(self[node][0])
         what = f"the gradient of {port.name} is not a sum over the micro-batches"
         raise LoopError(at_node(what, maker_of(node), "Plan without stages=."))
 
 
-def read_behind(ends: Iterable[Node | None], late: Container[Node]) -> list[Node]:
-    """Returns what is read of the loop for results, in order: joins, and what is the same for all micro-batches."""
-    todo = [node for node in ends if node is not None][::-1]
-    inner: dict[Node, bool] = {}  # by node whether it is computed behind the loop
-    while todo:
-        node = todo.pop()
-        if node not in inner:
-            inner[node] = node in late and not is_join(node)
-            todo += reversed(node.all_input_nodes) if inner[node] else ()
-    return [node for node, computed in inner.items() if not computed]
-
-
-def is_join(node: Node) -> bool:
-    """Returns whether micro-batches come together at a node of the boxed graph."""
-    return "step" in node.meta and node.meta["step"].collective in JOINS
-
-
-def is_whole(node: Node) -> bool:
-    """Returns whether a value is the same for all micro-batches, and is computed without a cut."""
-    layouts = node.meta["sbp"] if isinstance(node.meta["sbp"], tuple) else (node.meta["sbp"],)
-    choice = node.meta.get("choice")
-    return not any(layout.partial or layout.cuts for layout in layouts) and (choice is None or not choice.cuts())
-
-
-def how(node: Node) -> Any:
-    """Returns how the micro-batches' values come together: "sum", "max", "min", the dim along which they are put, or
-    "same"."""
-    if not is_join(node):  # the gradient of an argument may be left in parts
-        (state,) = node.meta["sbp"].states
-        return state.dim if isinstance(state, Split) else "same"
-    (before,), (after,) = node.meta["step"].before.states, node.meta["step"].after.states
-    if isinstance(after, Split):
-        raise LoopError(at_node("micro-batches exchange parts of this value", maker_of(node), "Plan without stages=."))
-    return before.op if isinstance(before, Partial) else before.dim
-
-
 def part(value: torch.Tensor, dim: int, count: int) -> torch.Tensor:
     """Returns a tensor without data of the size of one micro-batch's part."""
     shape = [size // count if at == dim else size for at, size in enumerate(value.shape)]
     return value.new_empty(shape)
-
-
-def is_for_drops(join: Node) -> bool:
-    """Returns whether a value tells which rows are too many for their experts."""
-    return any(
-        user.target is WITHIN or ((user.target in (*CASTS, *VIEWS) or "step" in user.meta) and is_for_drops(user))
-        for user in join.users
-    )

@@ -101,7 +101,9 @@ def without_joins(cluster: Cluster, joins: Sequence[str] = JOINS) -> Cluster:
     """Returns the cluster with what joins copies so dear that it is done only where nothing else will do."""
     others = (rate for rate in cluster.collectives if rate.collective not in joins)
     never = (Rate(name, efficiency=1e-12) for name in PACKED)  # nothing is sent: sums are taken in float32
-    return replace(cluster, collectives=(*others, *(Rate(name, efficiency=1e-3) for name in joins), *never))
+    # rather than a part of a sum, copies have all of it and take their parts
+    dear = (Rate(name, efficiency=1e-4 if name == "reduce_scatter" else 1e-3) for name in joins)
+    return replace(cluster, collectives=(*others, *dear, *never))
 
 
 def one_by_one(gm: GraphModule, copy_of: Mapping[str, int], in_place: bool = False) -> GraphModule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,13 +36,14 @@ class StageGraph:
     sends: dict[Port, str]
 
 
-def cut(body: GraphModule, places: Places, cuts: Sequence[int]) -> list[StageGraph]:
-    """Returns the pieces of a body. places: of its calls. cuts: the first place of every stage but the first.
+def cut(body: GraphModule, places: Places, cuts: Sequence[int], joined: Mapping[str, int]) -> list[StageGraph]:
+    """Returns the pieces of a body. places: of its calls. cuts: the first place of every stage but the first. joined:
+    see `Loop`; such a value comes where its output is made.
 
     A gradient that is the sum of terms of several stages has a term in each. Raises PlanError if a stage would need
     a value of a later one before that has it.
     """
-    return Cutter(body, places, cuts).pieces()
+    return Cutter(body, places, cuts, joined).pieces()
 
 
 class Cutter:
@@ -52,9 +53,14 @@ class Cutter:
     crosses.
     """
 
-    def __init__(self, body: GraphModule, places: Places, cuts: Sequence[int]) -> None:
-        self.body, self.count = body, len(cuts) + 1
+    def __init__(self, body: GraphModule, places: Places, cuts: Sequence[int], joined: Mapping[str, int]) -> None:
+        self.body, self.count, self.joined = body, len(cuts) + 1, joined
         self.stage = {node: stage_at(place, cuts) for node, place in places.items()}
+        ends = dict(outputs(body))
+        for port, node in placeholders(body, INPUT).items():
+            if port.name in joined:
+                made = ends[Port(OUTPUT, str(joined[port.name]))]
+                self.stage |= dict.fromkeys(node.users, self.stage_of(made))
         inputs = placeholders(body, INPUT, TANGENT).values()
         self.fixed = made_of(
             body, (node for node in body.graph.nodes if not node.all_input_nodes and node not in inputs)
@@ -141,8 +147,8 @@ class Cutter:
         takes, leaves = dict[Port, Node](), dict[Port, Node]()
         arguments, gives = dict[Port, str](), dict[Port, int]()
         for port, node in placeholders(self.body).items():
-            if node in inside and port.kind == INPUT:
-                arguments[add_port(takes, INPUT, node)] = port.name
+            if node in inside and port.kind == INPUT:  # what is joined behind the forwards comes as a gradient does
+                arguments[add_port(takes, TANGENT if port.name in self.joined else INPUT, node)] = port.name
             elif node in inside:
                 takes[port] = node
         in_order = sorted(received, key=lambda node: self.comes_late(node, stage))

@@ -19,6 +19,7 @@ from sbpc.passes.stages.cut import StageGraph, cut
 from sbpc.plans.chunk import Assignment, Chunk
 from sbpc.plans.options import Options
 from sbpc.plans.plan import Plan
+from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.part_memory import bytes_at
 from sbpc.plans.staged.schedules import BREADTH_FIRST, FORWARD, INPUTS, WEIGHTS, chunks_in
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE
@@ -69,12 +70,13 @@ def breadth_first(plan: Plan, made: Made) -> Plan:
 def rewritten(plan: Plan, body: Plan, schedule: str, made: Made) -> Plan:
     """Returns the plan of the same step with another body, and in another order."""
     count = plan.stages * chunks_in(schedule)
-    pieces = pieces_of(body, count, plan.options)
+    assert plan.loop is not None
+    pieces = pieces_of(body, count, plan.options, plan.loop)
     options = replace(plan.options, schedule=schedule)
     return replace(plan, chunks=chunks_of(body, pieces, made), options=options, body=body)
 
 
-def pieces_of(body: Plan, count: int, options: Options) -> list[StageGraph]:
+def pieces_of(body: Plan, count: int, options: Options, loop: Loop) -> list[StageGraph]:
     """Returns the graphs of so many chunks of a body: cut where `options` say, or else even ones."""
     places, named = places_of(body.annotated), options.cuts
     if named is not None and len(named) != count - 1:
@@ -83,7 +85,7 @@ def pieces_of(body: Plan, count: int, options: Options) -> list[StageGraph]:
         )
     gm, mesh = body.annotated, body.mesh
     even = cuts_of(gm, places, count, mesh) if named is None else cuts_at(gm, places, named, mesh)
-    return cut(gm, places, even)
+    return cut(gm, places, even, loop.joined)
 
 
 def better(plan: Plan, tried: Plan) -> Plan:

@@ -222,7 +222,7 @@ class LoopSimulation:
         if port in chunk.receives:
             shards = self.crossing[chunk.receives[port], batch]
         else:
-            whole = micro_batch(self.loop, chunk.arguments[port], batch, self.leaves, self.before)
+            whole = micro_batch(chunk.arguments[port], batch, self.leaves, self.before, self.joined)
             shards = [shard.clone() for shard in chunk.given[port].shards(whole, self.inner.sizes)]
         for run, shard in zip(self.runs[at], shards):
             run.batches.setdefault(batch, {})[run.programs.own[port]] = shard

@@ -204,7 +204,7 @@ class Step:
                 self.arrived(*self.plan.sources[chunk.receives[port]], batch)
             else:
                 whole = micro_batch(
-                    self.loop, chunk.arguments[port], batch, self.leaves, self.before, self.runner.where
+                    chunk.arguments[port], batch, self.leaves, self.before, self.joined, self.runner.where
                 )
                 value = chunk.given[port].shard(
                     whole.to(self.runner.where), self.plan.inner.sizes, self.runner.coordinates

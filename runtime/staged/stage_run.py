@@ -13,7 +13,7 @@ from sbpc._compat import storage_of
 from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, Port
 from sbpc.plans.chunk import Chunk
 from sbpc.plans.staged.chunk_programs import ChunkPrograms
-from sbpc.plans.staged.loop import Loop
+from sbpc.plans.staged.loop import JOINED, Loop
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS, piece_of
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 
@@ -109,15 +109,17 @@ class StageRun:
 
 
 def micro_batch(
-    loop: Loop, name: str, batch: int, leaves: Sequence[Tensor], before: Sequence[Tensor], where: Any = None
+    name: str, batch: int, leaves: Sequence[Tensor], before: Sequence[Tensor], joined: Joined, where: Any = None
 ) -> Tensor:
     """Returns an input of the body for a micro-batch, whole. leaves: the tensors of the step's arguments. where: on
     which device its number is made, as a CUDA graph can hold no copy of one of the CPU."""
-    source = loop.inputs[name]
+    loop, source = joined.loop, joined.loop.inputs[name]
     if source.kind == "index":
         return torch.full((), batch, device=where)
     if source.kind == "before":
         return before[source.number]
+    if source.kind == JOINED:
+        return joined.whole(source.number)
     leaf = leaves[source.number]
     return leaf if source.dim is None else leaf.chunk(loop.count, source.dim)[batch]
 
@@ -143,6 +145,7 @@ class Joined:
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
         self.values: dict[int, dict[int, Tensor]] = {}
+        self.known: dict[int, Tensor] = {}
 
     def take(self, number: int, batch: int, value: Tensor) -> None:
         """Takes output `number` of a micro-batch, whole."""
@@ -150,14 +153,18 @@ class Joined:
 
     def results(self, numbers: Sequence[int]) -> list[Tensor]:
         """Returns these outputs, joined as the loop says."""
-        return [self.joined(self.loop.joins[number], self.values[number]) for number in numbers]
+        return [self.whole(number) for number in numbers]
 
-    def joined(self, how: Any, values: Mapping[int, Tensor]) -> Tensor:
+    def whole(self, number: int) -> Tensor:
         """Returns the values of all micro-batches as one. What is the same for all may have been made once, before
         them."""
-        return (
-            next(iter(values.values())) if how == "same" else join(how, [values[at] for at in range(self.loop.count)])
-        )
+        how, values = self.loop.joins[number], self.values[number]
+        if number not in self.known:
+            one = how == "same"
+            self.known[number] = (
+                next(iter(values.values())) if one else join(how, [values[at] for at in range(self.loop.count)])
+            )
+        return self.known[number]
 
     def after(self, joined: Sequence[Tensor]) -> dict[Port, Any]:
         """Returns the results of the step from all joined outputs, in order."""
@@ -172,4 +179,4 @@ def join(how: Any, values: Sequence[Tensor]) -> Tensor:
     if isinstance(how, int):
         return torch.cat(list(values), how)
     stacked = torch.stack(list(values))
-    return stacked.sum(0) if how == "sum" else stacked.amax(0) if how == "max" else stacked.amin(0)
+    return stacked.sum(0, dtype=stacked.dtype) if how == "sum" else stacked.amax(0) if how == "max" else stacked.amin(0)

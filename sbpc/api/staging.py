@@ -24,6 +24,7 @@ from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Wishes, expert_alternatives, sharing, wishes
 from sbpc.passes.loop.body import loop_of
+from sbpc.passes.loop.joins import in_order
 from sbpc.passes.loop.micro_batches import batch_of, in_halves
 from sbpc.passes.loop.recompute import blocks_of
 from sbpc.passes.panels.choice import faster_in_panels
@@ -96,14 +97,15 @@ class LoopPlanner:
     """
 
     def __init__(self, gm: GraphModule, clocks: Stages, mesh: Mesh, asked: Options) -> None:
-        count, self.schedule, self.may_change = asked.microbatches, asked.schedule or USUAL, asked.schedule is None
+        count, schedule, self.may_change = asked.microbatches, asked.schedule or USUAL, asked.schedule is None
         assert count is not None
         self.clocks, self.mesh, self.inner = clocks, mesh, mesh.without(asked.stages)
         self.stages, self.options = stages_of(mesh, asked), of_body(asked)
-        self.asked = replace(asked, schedule=self.schedule)
         batch_of(gm, count)
-        actions_of(self.schedule, self.stages, count)  # raises where it cannot have so many, before hard work
+        actions_of(schedule, self.stages, count)  # raises where it cannot have so many, before hard work
         self.loop = loop_of(gm, count)
+        self.schedule = in_order(self.loop, schedule, self.may_change)
+        self.asked = replace(asked, schedule=self.schedule)
         self.body = self.loop.body
         self.body.meta[ONCE] = dict.fromkeys((PARAMETER, GRADIENT), 1 / count)
         self.made = partial(make_chunk, self.inner, clocks)
@@ -131,7 +133,7 @@ class LoopPlanner:
 
     def draft(self, whole: Plan, free: Plan | None = None) -> Draft:
         """Returns a plan of the step with the body in the layouts of a plan of it. free: a plan whose bounds it has."""
-        pieces = pieces_of(whole, self.stages * chunks_in(self.schedule), self.asked)
+        pieces = pieces_of(whole, self.stages * chunks_in(self.schedule), self.asked, self.loop)
         times = self.loop.count / self.stages  # of the mean stage: no layouts take less in all
         # while a stage communicates, others may compute faster
         alone = 1.0 if whole.serial_bound else min(self.mesh.cluster.sharing, self.stages)
@@ -359,7 +361,7 @@ def short_plans(
     plan = finish(body, inner, wished, options, clocks, exact=False)  # a search needs no last half percent
     places = places_of(plan.annotated)
     starts, blocks = between_blocks(places), blocks_at(places) or [""]
-    pieces = cut(plan.annotated, places, starts)
+    pieces = cut(plan.annotated, places, starts, loop.joined)
     mesh = inner.like(inner.cluster, **{axis: len(pieces)}, **dict(zip(inner.axes, inner.sizes)))
     zero = Zero(plan, groups_of(plan.annotated), loop.count)
 

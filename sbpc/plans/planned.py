@@ -131,9 +131,11 @@ class PlannedStep(Pipeline):
     @functools.cached_property
     def arrivals(self) -> list[list[Arrival]]:  # type: ignore[override]
         """By chunk what it receives. A stage gets a value once: it is sent to the first of its chunks that reads it."""
-        found = []
+        known, found = {} if self.loop is None else self.loop.joined, []
+        makers = {number: at for at, chunk in enumerate(self.chunks) for number in chunk.results.values()}
         for at, chunk in enumerate(self.chunks):
-            found.append(list[Arrival]())
+            read = (makers[known[name]] for name in chunk.arguments.values() if name in known)
+            found.append([Arrival(maker, False, True, None, joined=True) for maker in read])
             for port, name in chunk.receives.items():
                 number, sent = self.sources[name]
                 source = self.chunks[number]
@@ -373,12 +375,9 @@ class PlannedStep(Pipeline):
         if self.loop is None:
             return self.annotated
         source = self.body or (self if len(self.chunks) == 1 else None)
-        parts = source is None or source.options.microbatches == 2 or (source.options.panels or 1) > 1
-        return (
-            None
-            if source is None or parts
-            else name_parts(source.annotated, self.loop, self.inner, self.options.dynamic or {})
-        )
+        if source is None or source.options.microbatches == 2 or (source.options.panels or 1) > 1:
+            return None
+        return name_parts(source.annotated, self.loop, self.inner, self.options.dynamic or {})
 
     @property
     def numbers(self) -> dict[str, int]:

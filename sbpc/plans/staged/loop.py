@@ -12,13 +12,16 @@ from torch.fx import GraphModule
 from sbpc.errors import PlanError
 from sbpc.graph.ports import Port, Ports
 
+JOINED = "joined"
+
 
 @dataclass(frozen=True)
 class Source:
     """Where an input of the body comes from.
 
     kind: "argument" (tensor leaf `number` of the arguments, cut into parts along `dim`, or whole where that is
-    None), "before" (result `number` of what is computed before the loop), "index" (the number of the micro-batch).
+    None), "before" (result `number` of what is computed before the loop), "index" (the number of the micro-batch),
+    JOINED (output `number` of the body, joined when all forwards are done: backwards read it).
     """
 
     kind: str
@@ -45,6 +48,11 @@ class Loop:
     joins: tuple[Any, ...]
     ports: Ports
     shapes: Mapping[Port, Tensor]
+
+    @property
+    def joined(self) -> dict[str, int]:
+        """By name of an input of the body that comes when all forwards are done, which output of the body it is."""
+        return {name: source.number for name, source in self.inputs.items() if source.kind == JOINED}
 
     @property
     def body(self) -> GraphModule:

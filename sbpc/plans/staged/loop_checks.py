@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, INPUTS, OUTPUT, PARAMETER, TANGENT, Port, results
 from sbpc.plans.staged import schedules
-from sbpc.plans.staged.loop import Loop, Source
+from sbpc.plans.staged.loop import JOINED, Loop, Source
 from sbpc.plans.staged.schedules import chunks_in, in_turn
 
 JOINS = ("sum", "max", "min", "same")
@@ -66,6 +66,8 @@ def fits(loop: Loop, source: Source) -> bool:
         return leaf is not None and (dim is None or inside)
     if source.kind == "before" and type(source.number) is int:
         return 0 <= source.number < len(results(loop.before))
+    if source.kind == JOINED and type(source.number) is int:
+        return 0 <= source.number < len(loop.joins)
     return source.kind == "index"
 
 
@@ -78,8 +80,8 @@ def wrong_chunks(plan: Any, loop: Loop) -> Iterator[str]:
         for side, has in (((chunk.arguments, chunk.receives), taken), ((chunk.results, chunk.sends), left)):
             if sorted(map(astuple, chain(*side))) != sorted(map(astuple, has)):
                 yield f"chunk {at} has other ports than its plan"
-        late = [port for port in chunk.arguments if port.kind != INPUT]
-        if late or not set(chunk.arguments.values()) <= loop.inputs.keys():
+        wrong = [port for port, name in chunk.arguments.items() if (port.kind == TANGENT) != (name in loop.joined)]
+        if wrong or not set(chunk.arguments.values()) <= loop.inputs.keys():
             yield f"chunk {at} has arguments that the body has not"
     numbers = sorted(number for chunk in plan.chunks for number in chunk.results.values())
     if numbers != list(range(len(loop.joins))):
@@ -128,6 +130,15 @@ def wrong_crossings(plan: Any) -> Iterator[str]:
         for port, name in chunk.sends.items():
             if not leaves(plan, at, port):
                 yield f"{name}, which chunk {at} is to send and leaves in no micro-batch"
+    makers = {number: (at, port) for at, chunk in enumerate(plan.chunks) for port, number in chunk.results.items()}
+    for at, chunk in enumerate(plan.chunks if plan.loop is not None else ()):
+        for port, name in chunk.arguments.items():
+            if (number := plan.loop.joined.get(name)) is not None:
+                source, made = makers[number]
+                value = plan.chunks[source].joined(made, plan.count, plan.loop.joins[number])
+                same = plan.owners[source] == plan.owners[at] and alike(value) == alike(chunk.shapes[port])
+                if not same or not leaves(plan, source, made):
+                    yield f"{name}, which chunk {at} reads when all forwards are done, as no chunk leaves it there"
 
 
 def leaves(plan: Any, chunk: int, port: Port) -> bool:

@@ -69,7 +69,8 @@ class Pipeline:
         """Returns the actions that one can begin only after."""
         kind, at, batch = action
         read = [each for each in self.arrivals[at] if kind != WEIGHTS and each.read_late == (kind != FORWARD)]
-        found = [self.acting(each.late, each.source, batch) for each in read]
+        batches = {False: (batch,), True: range(self.simulated)}
+        found = [self.acting(each.late, each.source, other) for each in read for other in batches[each.joined]]
         if kind not in (FORWARD, STEP):
             found.append(action.of_kind(INPUTS if kind == WEIGHTS else FORWARD))
         return list(dict.fromkeys(found))

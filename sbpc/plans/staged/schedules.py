@@ -47,6 +47,18 @@ def chunks_in(schedule: str) -> int:
     return int(given) if colon else SCHEDULES[name]
 
 
+def forwards_first(schedule: str) -> str:
+    """Returns a schedule with as many chunks in which a stage does all forwards before the first backward.
+
+    >>> forwards_first("1f1b"), forwards_first("interleaved:3"), forwards_first("breadth-first:3")
+    ('gpipe', 'breadth-first:3', 'breadth-first:3')
+    """
+    if schedule.startswith(BREADTH_FIRST):
+        return schedule
+    chunks = chunks_in(schedule)
+    return f"{BREADTH_FIRST}:{chunks}" if chunks > 1 else "gpipe"
+
+
 class Action(NamedTuple):
     """Runs a part of a chunk's program, FORWARD to WEIGHTS, for a micro-batch."""
 
@@ -65,7 +77,8 @@ class Action(NamedTuple):
 class Arrival(NamedTuple):
     """A value that a chunk receives. source: the chunk that sends it. late, read_late: whether it is sent and read
     in the backward. size: its bytes on the busiest rank; None where the stage has it already, as an earlier reader
-    is on it. name: of the value, the same for all readers. number: among the inputs of the chunk."""
+    is on it. name: of the value, the same for all readers. number: among the inputs of the chunk. joined: whether it is
+    what the forwards of all micro-batches make."""
 
     source: int
     late: bool
@@ -73,6 +86,7 @@ class Arrival(NamedTuple):
     size: int | None
     name: str = ""
     number: int = -1
+    joined: bool = False
 
 
 def owners(schedule: str, stages: int) -> list[int]:
