@@ -109,15 +109,19 @@ class Orders:
     def within(self, window: float) -> list[tuple[float, Order, Buckets]]:
         """Returns orders with their seconds, the fastest first. window: see `list_schedule`."""
         if window not in self.known:
-            found = [self.timed(window, rule, SHARES[0]) for rule in RULES]
-            best = RULES[min(range(len(RULES)), key=lambda at: found[at][0])]
-            found += [self.timed(window, best, share) for share in SHARES[1:] if self.kinds]
+            found, ways = list[tuple[float, Order, Buckets]](), list[tuple[str, list[float] | None]]()
+            for rule in RULES:
+                found.append(self.timed(window, rule, None, SHARES[0]))
+                ways += [(rule, None), ("way", self.scheduler.ways_back())]
+                found.append(self.timed(window, *ways[-1], SHARES[0]))
+            best = ways[min(range(len(ways)), key=lambda at: found[at][0])]
+            found += [self.timed(window, *best, share) for share in SHARES[1:] if self.kinds]
             self.known[window] = sorted(found, key=lambda way: way[0])
         return self.known[window]
 
-    def timed(self, window: float, rule: str, share: float) -> tuple[float, Order, Buckets]:
-        """Returns an order and what a step takes in it."""
-        order, buckets = self.scheduler.run(window, rule, share)
+    def timed(self, window: float, rule: str, way: list[float] | None, share: float) -> tuple[float, Order, Buckets]:
+        """Returns an order and what a step takes in it. See `ListScheduler.run`."""
+        order, buckets = self.scheduler.run(window, rule, share, way)
         return seconds_of(order, buckets, self.work, self.cluster), order, buckets
 
     @property
