@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from sbpc.boxing.steps import group, kernels_of, link_seconds, step_cost
+from sbpc.boxing.steps import Step, group, kernels_of, link_seconds, step_cost
 from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.collectives import DISPATCH, WIRE, Lines, seconds_on
 from sbpc.mesh.mesh import Mesh
@@ -327,9 +327,10 @@ def critical_seconds(events: Sequence[Event]) -> dict[str, float]:
 
 def event_of(node: Node, stream: str, start: float, end: float, mesh: Mesh) -> Event:
     """Returns the event of a node."""
-    step, sent = node.meta.get("step"), None if stream == COMPUTE else sent_by(node)
+    step: Step | None = node.meta.get("step")
     kind = step.collective if step else str(node.target).removesuffix(".default")
-    axis = mesh.key((step or sent).axes) if step or sent else ""
+    sent = sent_by(node) if step is None and stream != COMPUTE else step
+    axis = mesh.key(sent.axes) if sent else ""
     kind = f"after {node.meta['awaits'].collective}" if "awaits" in node.meta else kind
     module, phase = node.meta.get("module") or "", node.meta.get("phase", "forward")
     return Event(stream, start, end, node.name, kind, module, phase, axis, node.meta.get("bucket", ""))

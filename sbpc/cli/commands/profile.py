@@ -110,6 +110,6 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
     for rate in cluster.collectives:
         latency = "" if rate.latency is None else f"{1e6 * rate.latency:.3g}"
         figures = f"{rate.efficiency:.3f}", f"x {rate.traffic:.3f}", f"{1e6 * rate.least:.3g}"
-        rows.append((rate.collective, rate.link, str(rate.ranks), latency, *figures))
+        rows.append((rate.collective, rate.link or "", str(rate.ranks), latency, *figures))
     for line in Table("", titles, rows, left=("collective", "link")).lines():
         console.print(line, highlight=False, soft_wrap=True)
