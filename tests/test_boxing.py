@@ -21,7 +21,7 @@ from sbpc.mesh.cluster import Cluster, Rate
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.mesh.layout_codes import decode, encode
 from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.states import B, S
+from sbpc.mesh.states import B, Partial, S
 from tests.boxings import LOCAL, boxed_layouts, crops, layouts, meshes, shapes, textbook_steps
 
 GRID = Mesh(a=2, b=4)
@@ -186,7 +186,10 @@ def price(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> Frac
     local = step.before.local_shape(shape, mesh.sizes, (0,) * len(mesh.axes))
     other = step.after.local_shape(shape, mesh.sizes, (0,) * len(mesh.axes))
     ranks = math.prod(mesh.sizes[at] for at in step.axes)
-    block = itemsize * math.prod(map(min, local, other))
+    first = step.before.states[step.axes[0]]
+    # maxima and minima of 16 bits are sent in 32
+    widened = itemsize == 2 and first in (Partial("max"), Partial("min")) and "reduce" in step.collective
+    block = (4 if widened else itemsize) * math.prod(map(min, local, other))
     if step.collective in LOCAL:
         return Fraction(0)
     latency, bandwidth, least = map(Fraction, mesh.link(step.axes, step.collective))

@@ -79,7 +79,7 @@ def uneven_shards(ranks: int) -> None:
         part = ends[0].shards(whole, mesh.sizes, torch.Generator().manual_seed(2))[dist.get_rank()]
         steps, rank = path(*ends, shape, 8, mesh), dist.get_rank()
         assert [step.collective for step in steps] == ["reduce_scatter" if "P" in before else "all_to_all"]
-        run = program(steps, shape, mesh, rank)
+        run = program(steps, shape, mesh, rank, whole.dtype)
         for node in run.graph.nodes:  # the program names its groups by their axes
             node.args = tuple(mesh.group_name((0,)) if arg == "u" else arg for arg in node.args)
         run.recompile()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 from datetime import timedelta
 from pathlib import Path
@@ -37,6 +38,12 @@ CASES = (
     (LINE, "[P(min)]", "[S(0)]", (2, 3), torch.int64),
     (LINE, "[S(0)]", "[S(1)]", (3, 0), torch.float32),
     (LINE, "[P]", "[B]", (), torch.float64),
+    # NaN on one rank alone, which gloo's own maxima lose
+    (GRID, "[P(max), B]", "[B, B]", (3, 7), torch.float32),
+    (LINE, "[P(min)]", "[B]", (9,), torch.float64),
+    (LINE, "[P(max)]", "[S(0)]", (6, 2), torch.float64),
+    (LINE, "[P(max)]", "[B]", (5, 1), torch.bfloat16),
+    (LINE, "[P(min)]", "[S(0)]", (3, 4), torch.float16),
 )
 
 
@@ -46,8 +53,13 @@ def steps_of(case: tuple[Mesh, str, str, tuple[int, ...], torch.dtype]) -> tuple
     return *ends, path(*ends, shape, dtype.itemsize, mesh)
 
 
-def whole_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return numbers(shape, torch.int64).gt(0) if dtype == torch.bool else numbers(shape, dtype)
+def whole_tensor(case: tuple[Mesh, str, str, tuple[int, ...], torch.dtype]) -> Tensor:
+    """The tensor of a case; one of maxima or minima begins with what is no number, or infinite."""
+    _, before, _, shape, dtype = case
+    whole = numbers(shape, torch.int64).gt(0) if dtype == torch.bool else numbers(shape, dtype)
+    if "(m" in before and dtype.is_floating_point:
+        whole.view(-1)[:4] = torch.tensor([-math.inf, math.nan, math.inf, math.nan])
+    return whole
 
 
 def run_rank(rank: int, folder: str) -> None:
@@ -65,11 +77,11 @@ def run_rank(rank: int, folder: str) -> None:
                     register_process_group(names[-1], group)
     held = []
     for case in CASES:
-        mesh, _, _, shape, dtype = case
-        before, _, taken = steps_of(case)
-        part = before.shards(whole_tensor(shape, dtype), mesh.sizes, torch.Generator().manual_seed(1))[rank]
+        mesh, shape, (before, _, taken) = case[0], case[3], steps_of(case)
+        part = before.shards(whole_tensor(case), mesh.sizes, torch.Generator().manual_seed(1))[rank]
+        part = part if rank == 2 else torch.where(part.isnan(), torch.zeros_like(part), part)
         part = part.transpose(0, -1).contiguous().transpose(0, -1) if part.dim() > 1 else part
-        held.append(program(taken, shape, mesh, rank)(part, *positions(mesh, rank)))
+        held.append(program(taken, shape, mesh, rank, part.dtype)(part, *positions(mesh, rank)))
     torch.save(held, f"{folder}/{rank}.pt")
     for name in names:
         unregister_process_group(name)
@@ -83,8 +95,9 @@ def test_gloo_boxes_as_defined(tmp_path: Path) -> None:
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
     used: dict[str, None] = {}
     for case, parts in zip(CASES, zip(*ranks)):
-        mesh, _, _, shape, dtype = case
-        _, after, taken = steps_of(case)
+        mesh, _, after, taken = case[0], *steps_of(case)
         used |= dict.fromkeys(step.collective for step in taken)
-        assert torch.equal(after.whole(list(parts), mesh.sizes), whole_tensor(shape, dtype)), case
+        torch.testing.assert_close(
+            after.whole(list(parts), mesh.sizes), whole_tensor(case), rtol=0, atol=0, equal_nan=True, msg=str(case)
+        )
     assert {"all_gather", "all_reduce", "all_to_all", "reduce_scatter", "slice", "keep"} <= used.keys()

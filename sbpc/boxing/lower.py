@@ -19,12 +19,13 @@ import torch
 from sbpc.boxing.eight_bits import packed_in, unpacked
 from sbpc.boxing.local_values import Local, Rows, concatenate, put, told
 from sbpc.boxing.steps import Step
-from sbpc.mesh.collectives import EIGHT_BITS
+from sbpc.mesh.collectives import EIGHT_BITS, FURTHEST, REDUCES
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.states import Axes, Numbers, Partial, Ragged, Shape, Split, chunk_sizes, of_8_bits
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
+CODES = {each.itemsize: (each, int(torch.iinfo(each).max)) for each in (torch.int32, torch.int64)}
 
 
 def lower(
@@ -56,11 +57,43 @@ def lower(
         return x
     if 0 in together:
         return x if before == after else empty_as(local, after).x
+    site = Site(step, after, together, sizes, position, group, dtype)
+    if dtype.is_floating_point and step.collective in REDUCES and site.reduction in FURTHEST:
+        made = in_order(LOWER[step.collective](ranked(local, site.reduction, dtype), site), dtype)
+        return (made.then(aten.clone.default, after) if 0 in after else made.contiguous()).x
     x_sent = local.then(aten.view.dtype, before, torch.int8, solid=False) if of_8_bits(dtype) else local
-    made = LOWER[step.collective](x_sent, Site(step, after, together, sizes, position, group, dtype))
+    made = LOWER[step.collective](x_sent, site)
     # an empty part of what was sent would keep all of that alive
     made = made.then(aten.clone.default, after) if 0 in after else made.contiguous()
     return (made if x_sent is local else made.then(aten.view.dtype, after, dtype)).x
+
+
+def ranked(x: Local, by: str, dtype: torch.dtype) -> Local:
+    """Integers in the order of floating-point numbers, those of 16 bits widened to 32, with NaN at the end that a
+    maximum or minimum takes. gloo's and NCCL's own maxima lose NaN, as C's fmax does.
+
+    The bits of a positive number are in its order, those of a negative one in the opposite: these are turned round.
+    """
+    bits, last = CODES[max(4, dtype.itemsize)]
+    nan = x.then(aten.isnan.default, x.shape)
+    wide = x if dtype.itemsize >= 4 else x.then(aten._to_copy.default, x.shape, dtype=torch.float32)
+    turned = turn(wide.then(aten.view.dtype, x.shape, bits, solid=wide.solid), last)
+    return turned.then(aten.masked_fill.Scalar, x.shape, nan.x, last if by == "max" else -last - 1, solid=False)
+
+
+def in_order(code: Local, dtype: torch.dtype) -> Local:
+    """The numbers of which `ranked` gave integers; its last ones are bits of NaN."""
+    _, last = CODES[max(4, dtype.itemsize)]
+    wide = torch.float32 if dtype.itemsize < 4 else dtype
+    x = turn(code, last).then(aten.view.dtype, code.shape, wide, solid=code.solid)
+    return x if wide == dtype else x.then(aten._to_copy.default, x.shape, dtype=dtype)
+
+
+def turn(code: Local, last: int) -> Local:
+    """Integers, the negative ones in opposite order; twice, they are what they were."""
+    negative = code.then(aten.lt.Scalar, code.shape, 0)
+    other = code.then(aten.bitwise_xor.Scalar, code.shape, last)
+    return negative.then(aten.where.self, code.shape, other.x, code.x)
 
 
 def empty_as(x: Local, shape: Shape) -> Local:

@@ -16,7 +16,7 @@ import numpy as np
 from sbpc.boxing.shortest_paths import Edges
 from sbpc.boxing.steps import Kind, Step, all_layouts, all_steps, kernel_seconds, row_dims
 from sbpc.errors import LayoutError
-from sbpc.mesh.collectives import PACKED, block_bytes
+from sbpc.mesh.collectives import PACKED, block_bytes, carried
 from sbpc.mesh.layout import Layout, cut
 from sbpc.mesh.layout_codes import LOCAL, NAMES, SUM, WHOLE, Array, decode, encode, joined, state_code, states_of
 from sbpc.mesh.mesh import Mesh
@@ -196,6 +196,8 @@ class _Prices:
         lines, least = zip(*(mesh.lines(axes, collective) for collective, axes in graph.kinds))
         taken, size, kernels = np.full(len(block), np.inf), itemsize * block, np.zeros(len(block))
         for kind, (collective, axes) in enumerate(graph.kinds):
+            if (wide := carried(collective, kept[axes[0]], itemsize)) != itemsize:
+                size[graph.kind == kind] *= wide / itemsize
             if collective in PACKED:
                 of_kind, group = graph.kind == kind, math.prod(mesh.sizes[axis] for axis in axes)
                 size[of_kind] = block_bytes(collective, tuple(blocks[of_kind].T), itemsize)

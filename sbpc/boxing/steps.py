@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from sbpc.graph.about import EXCHANGE, FLOAT32
-from sbpc.mesh.collectives import CARRIERS, EIGHT_BITS, PACKED, WIRE, WORKS, block_bytes, packing, seconds_on
+from sbpc.mesh.collectives import CARRIERS, EIGHT_BITS, PACKED, WIRE, WORKS, block_bytes, carried, packing, seconds_on
 from sbpc.mesh.layout import Layout, cut
 from sbpc.mesh.layout_codes import (
     EXTREMES,
@@ -150,7 +150,8 @@ def group(
 ) -> tuple[Any, Any]:
     """Ranks of a group of a collective, and the bytes of its block (see WIRE). Arguments as those of `wire`."""
     ranks, block = group_of(step, shape, sizes, symbols, dims)
-    return ranks, block_bytes(step.collective, block, itemsize)
+    reduction = getattr(step.before.states[step.axes[0]], "op", None)
+    return ranks, block_bytes(step.collective, block, carried(step.collective, reduction, itemsize))
 
 
 def group_of(

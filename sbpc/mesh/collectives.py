@@ -41,6 +41,7 @@ MOST, FEWEST, SCALE = 256, 64, 4  # numbers of 8 bits that share a scale (see `r
 PACK = {INT8: (4, 0, 0, 8, 8, 8, 12, 8, 5, 2), FLOAT8: (4, 0, 0, 8, 5, 2)}
 UNPACK = {INT8: (5, 8, 12, 8), FLOAT8: (5, 8)}
 GATHERS = "all_gather", "reduce_scatter"
+REDUCES, FURTHEST = ("all_reduce", "reduce_scatter"), ("max", "min")
 Line = tuple[float, float]  # seconds of a message of no bytes, and seconds more for each byte of its block
 Lines = tuple[Line, ...]  # of which the cheapest counts: another one for each range of sizes
 
@@ -123,6 +124,12 @@ def eight_bits(collective: str) -> str | None:
     """Returns the type of 8 bits in which a collective sends its numbers; None for one that sends them as they are."""
     kind = collective.rpartition("_")[2]
     return kind if kind in EIGHT_BITS else None
+
+
+def carried(collective: str, reduction: str | None, itemsize: int) -> int:
+    """Returns the bytes in which a collective sends a number of so many: maxima and minima of 2 go as integers of 4,
+    which have a place for NaN."""
+    return 4 if itemsize == 2 and collective in REDUCES and reduction in FURTHEST else itemsize
 
 
 def block_bytes(collective: str, block: Sequence[Any], itemsize: int) -> Any:
