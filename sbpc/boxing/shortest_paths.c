@@ -23,13 +23,20 @@ typedef struct {
     int64_t nodes;
 } Graph;
 
-/* The least of what a node has and of the totals that its edges give it, [LANES]; whether any is lower. */
-CLONED static int lower(const Graph *graph, int64_t node, double *totals)
+/* When a node's totals were lowered last, and when they were looked for last: the number of that look, 0 for never. */
+typedef struct {
+    int64_t lowered, looked;
+} Times;
+
+/* The least of what a node has and of the totals that its edges give it, [LANES], where these are new; whether any is lower. */
+CLONED static int lower(const Graph *graph, int64_t node, double *totals, const Times *times)
 {
     double least[LANES], *own = totals + node * LANES;
     int lowered = 0;
     memcpy(least, own, sizeof least);
     for (int64_t edge = graph->into[node]; edge < graph->into[node + 1]; edge++) {
+        if (times[graph->before[edge]].lowered <= times[node].looked)
+            continue;
         const double *row = totals + graph->before[edge] * LANES, price = graph->prices[edge];
         for (int k = 0; k < LANES; k++) {
             double found = row[k] + price;
@@ -43,12 +50,15 @@ CLONED static int lower(const Graph *graph, int64_t node, double *totals)
 }
 
 /* The totals from up to LANES sources to all nodes, [nodes, LANES]; waiting: by node, one that was lowered leads there. */
-static void relax(const Graph *graph, const int64_t *sources, int64_t count, double *totals, char *waiting)
+static void relax(const Graph *graph, const int64_t *sources, int64_t count, double *totals, char *waiting, Times *times)
 {
+    int64_t look = 1;
     for (int64_t i = 0; i < graph->nodes * LANES; i++)
         totals[i] = Py_HUGE_VAL;
+    memset(times, 0, graph->nodes * sizeof *times);
     for (int64_t k = 0; k < count; k++) {
         totals[sources[k] * LANES + k] = 0;
+        times[sources[k]].lowered = look;
         for (int64_t edge = graph->out[sources[k]]; edge < graph->out[sources[k] + 1]; edge++)
             waiting[graph->after[edge]] = 1;
     }
@@ -58,8 +68,11 @@ static void relax(const Graph *graph, const int64_t *sources, int64_t count, dou
             if (!waiting[node])
                 continue;
             waiting[node] = 0;
-            if (!lower(graph, node, totals))
+            int lowered = lower(graph, node, totals, times);
+            times[node].looked = look++;
+            if (!lowered)
                 continue;
+            times[node].lowered = look;
             again = 1;
             for (int64_t edge = graph->out[node]; edge < graph->out[node + 1]; edge++)
                 waiting[graph->after[edge]] = 1;
@@ -76,17 +89,19 @@ static PyObject *totals(PyObject *self, PyObject *args)
     Graph graph = {into.buf, before.buf, out.buf, after.buf, prices.buf, into.len / 8 - 1};
     double *room = malloc(graph.nodes * LANES * sizeof *room), *rows = found.buf;
     char *waiting = calloc(graph.nodes, 1);
+    Times *times = malloc(graph.nodes * sizeof *times);
     int64_t count = sources.len / 8;
-    for (int64_t first = 0; room && waiting && first < count; first += LANES) {
+    for (int64_t first = 0; room && waiting && times && first < count; first += LANES) {
         int64_t some = count - first < LANES ? count - first : LANES;
-        relax(&graph, (const int64_t *)sources.buf + first, some, room, waiting);
+        relax(&graph, (const int64_t *)sources.buf + first, some, room, waiting, times);
         for (int64_t k = 0; k < some; k++)
             for (int64_t node = 0; node < graph.nodes; node++)
                 rows[(first + k) * graph.nodes + node] = room[node * LANES + k];
     }
-    int failed = !room || !waiting;
+    int failed = !room || !waiting || !times;
     free(room);
     free(waiting);
+    free(times);
     Py_buffer *buffers[] = {&into, &before, &out, &after, &prices, &sources, &found};
     for (int i = 0; i < 7; i++)
         PyBuffer_Release(buffers[i]);

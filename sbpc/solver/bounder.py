@@ -141,12 +141,12 @@ def messages_of(problem: Problem, most: float, like: Messages | None = None) -> 
     return Messages(problem, most, np.float32 if is_wide(problem) else np.float64, like)
 
 
-def folded_messages(folded: Folded, of_blocks: Messages, bundles: Sequence[int]) -> Messages:
+def folded_messages(folded: Folded, of_blocks: Messages, bundles: Sequence[int], stalled: float = STALLED) -> Messages:
     """Returns messages of the folded problem itself, which knows the ends of runs of blocks. They go on from those of
     the blocks. Their bound is one only of plans in which a class has one label."""
     messages = messages_of(folded.problem, of_blocks.big_m, of_blocks)
     messages.start_from(of_blocks, bundles)
-    return raised(messages, planned=True)
+    return raised(messages, stalled=stalled, planned=True)
 
 
 def certify(problem: Problem, finer: Sequence[int], seconds: float, limit: float) -> tuple[float, Proof]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sbpc.solver.bounder import STALLED, Bounder, folded_messages, is_wide, messages_of, raised
+from sbpc.solver.bounder import STALLED, Bounder, blocks, folded_messages, is_wide, messages_of, raised
 from sbpc.solver.fold import fold
 from sbpc.solver.highs import cheapest, relax, support
 from sbpc.solver.messages.trws import Messages, big_m
@@ -23,6 +23,7 @@ BOUND_GAP = {False: 1e-2, True: 3e-2}  # above it finer classes raise the bound;
 EACH, OWN = 8, 2  # labels a variable of a restricted program: by reduced costs; by each of two more orders
 # as STALLED, for messages of a wide problem of which a plan is asked alone: the same plans in half the sweeps
 ENOUGH = 4e-3
+FEW_AXES = 3  # on more, messages of the blocks first take longer than they save
 COLUMNS = 20_000  # of a program of all labels below the gap, at most: it takes some two seconds
 NEAR_ENOUGH = 3e-4  # the gap to which a restricted program is solved
 
@@ -73,9 +74,14 @@ class Search:
 
     def find_plan(self) -> None:
         """Looks for a plan without a bound of the whole problem."""
-        messages = messages_of(self.folded.problem, big_m(self.folded.problem))
-        stalled = ENOUGH if is_wide(self.problem) else STALLED
-        self.solve_near(raised(messages, stalled=stalled, planned=True), [])
+        most, stalled = big_m(self.folded.problem), ENOUGH if is_wide(self.problem) else STALLED
+        if self.folded.trivial or self.problem.variables[0].digits.shape[1] > FEW_AXES:
+            messages = raised(messages_of(self.folded.problem, most), stalled=stalled, planned=True)
+        else:
+            part = blocks(self.folded)
+            messages = raised(messages_of(part.problem, most), stalled=stalled, planned=True)
+            messages = folded_messages(self.folded, messages, part.bundles, stalled)
+        self.solve_near(messages, [])
 
     def solve_near(self, messages: Messages, reduced_costs: list[list[np.ndarray]]) -> None:
         """Takes the plan of messages of the folded problem, whose bound is one of plans in which a class has one label,

@@ -38,7 +38,9 @@ class Boxings:
     def whole(self, closure: Array) -> Array:
         """Returns those between all layouts."""
         if id(closure) not in self.closures:
-            self.closures[id(closure)] = closure, np.minimum(closure, self.big_m).astype(self.real, copy=False)
+            seconds = np.empty(closure.shape, self.real)
+            np.minimum(closure, self.big_m, out=seconds, casting="same_kind")
+            self.closures[id(closure)] = closure, seconds
         return self.closures[id(closure)][1]
 
     def between(self, closure: Array, tail: Array, head: Array) -> Array:
