@@ -118,7 +118,7 @@ class BodyWriter(Unroller):
         """Writes the three parts."""
         self.placeholders()
         for node in self.joins.body:
-            if node not in self and node.op != "output":
+            if node not in self:
                 self.turn_to(node)
                 self[node] = [self.copied(node)] if node.op == "get_attr" else self.written(node)
         return self.finished()
@@ -158,8 +158,8 @@ class BodyWriter(Unroller):
                 value = self.given(f"joined_{first.name}", {"val": first.meta["val"]})
                 add_port(self.ports, INPUT, Source(JOINED, self.joins.reads.index(first)))
                 given[first] = self.call(aten.clone.default, value)  # the stage that makes it sends it to others
-            given[join] = given[first]
-        for join, value in given.items():
+        for join in [*joins, *self.joins.middle]:
+            value = given[self.joins.middle.get(join, join)]
             self.turn_to(join)
             self[join] = self.cut(join.meta["step"], [value]) if join.meta["sbp"].cuts else [value]
 

@@ -48,7 +48,8 @@ class Joins:
         self.middle = {join: first for join, first in joins.items() if join in needed}
         late = self.behind()
         self.reads = self.read_out(late)
-        self.body = just_in_time([node for node in nodes if node not in late or node in needed], self.tail)
+        here = (node for node in nodes if node.op != "output" and (node not in late or node in needed))
+        self.body = just_in_time(here, self.tail)
 
     def read_inside(self, needed: Container[Node]) -> tuple[set[Node], dict[Node, Node]]:
         """Returns the joins that are `early`, and others, with the one whose value each has. needed: what depends on
@@ -60,13 +61,18 @@ class Joins:
             if not self.depends(join) and maker.name in known:
                 early.add(join)
                 continue
-            first = maker.meta.get(RECOMPUTES)
-            joins = (each for each in self.boxed.graph.nodes if is_join(each) and maker_of(each).name == first)
-            found = next((each for each in joins if how(each) == how(join)), None) if is_late(maker) else join
-            if found is None:
-                raise self.refused(join)
-            middle[join] = found
+            middle[join] = self.first(join, maker.meta.get(RECOMPUTES)) if is_late(maker) else join
         return early, middle
+
+    def first(self, join: Node, name: str | None) -> Node:
+        """Returns the join of what was computed before, or else that itself, of which a join is one that is computed
+        again. Raises LoopError if there is none."""
+        firsts = [node for node in self.boxed.graph.nodes if name is not None and maker_of(node).name == name]
+        found = [node for node in firsts if is_join(node)] + [node for node in firsts if node.name == name]
+        alike = [node for node in found if how(node) == how(join)]
+        if not alike:
+            raise self.refused(join)
+        return alike[0]
 
     def depends(self, join: Node) -> str:
         """Returns on what a join depends that is not there before the loop, in words; nothing if on none."""

@@ -33,6 +33,7 @@ from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import Axes
 from sbpc.passes.loop.body import loop_of
+from sbpc.passes.loop.joins import in_order
 from sbpc.passes.loop.recompute import memory_of
 from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.plans.options import AUTO, FULL, NONE, SELECTIVE, Options
@@ -165,8 +166,11 @@ class Search:
             ways = list(self.ways(each, form, levels))
             fitting = list(filter(self.fits, ways))
             if fitting:
-                best = min((way.cost for way in fitting), key=lambda cost: cost.step_seconds)
-                make = functools.partial(self.planned, each, form)
+                best, schedule = (
+                    min((way.cost for way in fitting), key=lambda cost: cost.step_seconds),
+                    ways[0].schedule,
+                )
+                make = functools.partial(self.planned, replace(each, schedule=schedule), form)
                 seconds = (
                     best.step_seconds,
                     best.compute_seconds,
@@ -177,7 +181,7 @@ class Search:
                 )
                 usage = Usage.of(best, each.mesh, self.shapes)
                 return StrategyRow(
-                    each.mesh, each.stages, each.schedule, each.microbatches, form, *seconds, usage, best.memory, make
+                    each.mesh, each.stages, schedule, each.microbatches, form, *seconds, usage, best.memory, make
                 )
             looked_at += ways
         least = min(looked_at, key=lambda way: way.memory["total"])
@@ -221,7 +225,8 @@ class Search:
                     break
                 raise
             times = [block_times(self.lengths, block) for block in blocks]
-            about = each.mesh, PIPE, each.schedule, each.microbatches, each.floor
+            schedule = in_order(self.loop(form, each.microbatches), each.schedule, may_change=True)
+            about = each.mesh, PIPE, schedule, each.microbatches, each.floor
             found.append(repeated(plan_at(level), times, *about))
             if self.fits(found[-1]) or (level == 0 and self.at_higher(found[-1]) > (self.memory or 0)):
                 break

@@ -150,7 +150,9 @@ class Options:
         'the backward in two parts) or "breadth-first" (two, or as many as is said; all micro-batches go through one '
         "chunk before the next, so that its gradients are on their way home for longer, and what later chunks gather "
         'comes beside earlier ones). It is taken as it is. None is "1f1b", for a loop without stages "breadth-first" '
-        "where the simulated step is shorter by 2 % so, and fits.",
+        "where the simulated step is shorter by 2 % so, and fits. Where backwards read what the forwards of all "
+        'micro-batches make, as a loss that balances experts does, it is "gpipe" or "breadth-first", by default the '
+        "first.",
         "a text",
         "None",
     )

@@ -16,7 +16,7 @@ from sbpc.plans.options import Options
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.chunk_cost import ChunkCost, JoinedCost
 from sbpc.plans.staged.pipeline_cost import RUNS, Pipeline
-from sbpc.plans.staged.schedules import BACKWARD, FORWARD, Arrival, owners
+from sbpc.plans.staged.schedules import BACKWARD, FORWARD, Arrival, forwards_first, owners
 
 STEADY = 3  # micro-batches for each stage, from which on each further one takes the same
 
@@ -36,7 +36,8 @@ class Estimate(Pipeline):
 
     @property
     def simulated(self) -> int:
-        return self.count if self.schedule == "gpipe" else min(self.count, STEADY * self.stages)
+        every = self.schedule == forwards_first(self.schedule)  # what all of them keep is there at once
+        return self.count if every else min(self.count, STEADY * self.stages)
 
     def last_ends(self) -> list[float]:
         ends = super().last_ends()
