@@ -199,7 +199,7 @@ def finish(
 
     exact: whether a small problem is solved to the end. quick: whether the first plan will do where it fits, see
     `first_choice`. experts: the wishes of schemes that the plan is not to be slower than. They are tried unless the
-    plan is proved best: in spaces of more than FEW labels, to a gap of GAP.
+    plan is proved best: in spaces of more than FEW labels, to a gap of GAP; in others, where nothing overlaps.
     Raises MemoryLimitError if the plan does not fit into the memory that `options` name and none that does is found.
     """
     in_order = options.in_order
@@ -226,8 +226,8 @@ def finish(
         schemes: list[Assignment] = []
         proved = space.gap <= (GAP if large else TIE)
         if experts is not None and (options.overlaps or not proved):
-            # the best plan where nothing overlaps is proved, and tells little of what sending rows may hide behind
-            tried = row_alternatives(gm, mesh, wished.nodes) if proved else experts()
+            # the best plan where nothing overlaps may be proved, and tells little of what sending may hide behind
+            tried = row_alternatives(gm, mesh, wished.nodes) if proved and large else experts()
             schemes = list(followed(space, wished.outputs, tried))
             assignment, bound = no_slower(space, assignment, bound, schemes)
     plan = replace(made(assignment), lower_bound=bound, prover=space)

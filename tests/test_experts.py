@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -162,6 +163,20 @@ def test_baselines_compute_what_one_device_computes(name: str) -> None:
             assert plan.verify() > 0 and largest_error(plan, model, args) <= 1e-10
             ran += 1
     assert ran >= 1
+
+
+def test_no_baseline_is_faster_where_collectives_run_beside_kernels() -> None:
+    """Of this net the best plan where nothing overlaps sends nothing, and is proved: schemes are played all the same."""
+    config = transformers.LlamaConfig(
+        hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=1000, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model, ids = transformers.LlamaForCausalLM(config), torch.zeros(8, 64, dtype=torch.int64)
+    mesh, kwargs = Mesh(data=2, tensor=4, cluster="h100"), {"labels": ids}
+    plan = sbpc.plan(model, (ids,), mesh, kwargs=kwargs)
+    for name in ("data", "fsdp", "megatron"):
+        assert plan.cost.seconds <= sbpc.baseline(name, model, (ids,), mesh, kwargs=kwargs).cost.seconds * (1 + 1e-2)
 
 
 def test_what_does_not_fit_is_refused_with_the_reason() -> None:
