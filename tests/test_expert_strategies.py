@@ -140,8 +140,8 @@ def test_memory_of_strategies_counts_float32_masters() -> None:
     args = x.bfloat16(), favour.bfloat16()
     search, each = searching(model.bfloat16(), args, {"pipe": 1, "data": 2, "tensor": 1})
     row = search.row(each)
-    assert row.memory["optimizer"] == 2 * row.memory["parameters"]
-    assert row.memory["optimizer"] == pytest.approx(row.plan.cost.memory["optimizer"], rel=0.05)  # bfloat16 is half
+    for memory in (row.memory, row.plan.cost.memory):  # whose layouts may differ; bfloat16 is half
+        assert memory["optimizer"] == pytest.approx(2 * memory["parameters"], rel=0.05)
 
 
 @pytest.mark.parametrize("stages", [False, True])

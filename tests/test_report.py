@@ -64,7 +64,7 @@ def test_a_result_that_is_dear_to_bring_and_not_the_loss_is_told_of() -> None:
     assert remark.startswith("the step waits ") and remark in str(plan)
     layouts = eval(remark.partition("outputs=")[2])
     left = sbpc.plan(model, args, mesh, outputs=layouts)
-    assert not left.remarks and left.cost.seconds < 0.7 * plan.cost.seconds
+    assert not left.remarks and left.cost.seconds < 0.8 * plan.cost.seconds
     alone = sbpc.plan(model, args, mesh, loss=lambda results: results["loss"])
     assert not alone.remarks and alone.cost.seconds <= left.cost.seconds * (1 + 1e-2)
 

@@ -63,7 +63,7 @@ def pair(sizes: dict[str, int], pin: str, own: str, **options: float) -> tuple[R
     torch.manual_seed(0)
     model, ids = Routed().double(), ", ".join("L(0)" if state == "L(0)" else "B" for state in pin[1:-1].split(", "))
     pins = ({"_grouped_mm": pin, "sort": sort} for sort in (own, f"[{ids}]"))
-    return model, *(sbpc.plan(model, batch(), Mesh(**sizes), pin=each, **options) for each in pins)  # type: ignore[return-value]
+    return model, *(sbpc.plan(model, batch(), Mesh(**sizes), pin=each, objective="serial", **options) for each in pins)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,9 @@ def test_each_stage_of_zero_is_the_fastest_that_fits_under_some_limit() -> None:
     assert_expected_inline(
         "".join(map(row, LIMITS)),
         """\
-    1  17.9 ms 5.01 GB,  0  0 in the loop: 6 after all_reduce
- 0.72  17.4 ms 3.08 GB,  0  0 in the loop: 6 after reduce_scatter, 6 before all_gather
-  0.5  18.8 ms 2.46 GB,  4  0 in the loop: 4 W reduce_scatter, 2 after reduce_scatter, 6 before all_gather
+    1  17.6 ms 5.01 GB,  0  0 in the loop: 6 after all_reduce
+ 0.72  17.1 ms 3.21 GB,  0  0 in the loop: 6 after reduce_scatter, 6 before all_gather
+  0.5  18.6 ms 2.46 GB,  4  0 in the loop: 4 W reduce_scatter, 2 after reduce_scatter, 6 before all_gather
 0.3089  34.8 ms 1.55 GB,  6  4 in the loop: 6 W reduce_scatter, 2 before all_gather, 4 free all_gather
 """,
     )

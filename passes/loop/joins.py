@@ -84,7 +84,8 @@ class Joins:
         """Returns the error about a join that comes too late."""
         why = self.depends(join) or "runs in two phases"
         what = f"each micro-batch needs the whole batch's value of this op, which {why}"
-        return LoopError(at_node(what, maker_of(join), DROPS if is_for_drops(join) else WHOLE_BATCH))
+        drops = any(is_join(node) and is_for_drops(node) for node in self.boxed.graph.nodes)
+        return LoopError(at_node(what, maker_of(join), DROPS if drops else WHOLE_BATCH))
 
     def read_out(self, late: Container[Node]) -> list[Node]:
         """Returns what the body leaves, in order: what is read behind the loop, then what else backwards read. Raises
