@@ -299,6 +299,7 @@ def test_computing_alone_is_bounded_without_solving_and_a_plan_is_found_without_
     gm = prepare(model, args).gm
     computing, links = (Space(gm, weighted(mesh, each), {}, {}) for each in ({COMPUTE: 1.0, INSIDE: 0.0}, WEIGHTS))
     apart = computing.bound_apart()
+    assert "values" not in vars(computing), "boxings were priced"
     assert apart == pytest.approx(computing.bound(), rel=1e-6) and apart == pytest.approx(sum(computing.least.values()))
     (alone, none), (solved, bound) = links.solve(bounded=False), links.solve(exact=False)
     assert none == 0 and 0 < links.bound_apart() < links.bound() <= bound * (1 + 1e-9)

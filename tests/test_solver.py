@@ -250,6 +250,18 @@ def test_the_bound_of_a_longer_chain_lies_below_its_optimum_and_the_plan_at_most
     assert found.lower_bound * (1 - 1e-9) <= best <= found.seconds * (1 + 1e-9) <= 1.01 * best
 
 
+@settings(max_examples=200, deadline=None)
+@given(problems(variables=6, labels=8, axes=1), st.integers(0, 2**32 - 1))
+def test_what_a_label_costs_around_a_plan_is_what_the_plan_with_it_costs_more(problem, seed):
+    rng, near = np.random.default_rng(seed), Surroundings(problem)
+    labels = [int(rng.integers(len(v.costs))) for v in problem.variables]
+    assume(np.isfinite(total(problem, labels)))
+    for at, variable in enumerate(problem.variables):
+        costs = near.costs(at, labels)
+        with_it = [total(problem, [*labels[:at], each, *labels[at + 1 :]]) for each in range(len(variable.costs))]
+        assert costs - costs[labels[at]] == pytest.approx(np.array(with_it) - with_it[labels[at]], abs=1e-12)
+
+
 def boxings(problem: Problem, labels: list[int]) -> int:
     """How many boxings the cheapest stars take."""
     found = [(value, star(value, labels)) for value in problem.values]

@@ -161,10 +161,9 @@ class Space(LayoutProblem):
         stored: dict[int, list[tuple[int, int]]] = {
             at: [] for at, node in enumerate(self.nodes) if node.op != "call_function"
         }
-        for value in self.values:
-            if value.producer in stored:
-                readers = zip(value.consumers, value.places[1:])
-                stored[value.producer] += [(classes.get(at, -1 - at), place) for (at, _), place in readers]
+        for key in self.keys:
+            if (producer := self.number[key[0]]) in stored:
+                stored[producer] += [(classes.get(at, -1 - at), place) for at, place in self.readers[key]]
         for at, taken in stored.items():
             if taken and all(number >= 0 for number, _ in taken):
                 classes[at] = numbers.setdefault((*sorted(taken), id(self.tables[at])), len(numbers))
