@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import sbpc
+from sbpc import Mesh
 from sbpc._compat import FakeTensorMode
 from sbpc.errors import CaptureError
 from sbpc.graph.ports import MUTATION, TANGENT, Port, placeholders
@@ -75,6 +77,29 @@ def test_both_methods_compute_outputs_and_all_gradients_with_the_same_ops():
         light, aot = found
         assert ops(light) == ops(aot), name
         assert light.meta["ports"] == aot.meta["ports"], name
+
+
+class HookedOnce(nn.Module):
+    """Puts a hook on a part in its first call and notes that it has, as transformers does to tell of router logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if not getattr(self, "has_hook", False):
+            self.layer.register_forward_hook(lambda layer, args, out: 3 * out)
+            self.has_hook = True
+        return self.layer(x).square().mean()
+
+
+def test_hooks_that_a_forward_puts_on_parts_go_with_the_note_that_it_has():
+    model, x = HookedOnce(), torch.randn(8, 4)
+    plans = [sbpc.plan(model, (x,), Mesh(a=2)) for _ in range(2)]
+    assert not model.layer._forward_hooks and not hasattr(model, "has_hook")
+    found = [sbpc.simulate(plan, model, (x,)).outputs for plan in plans]
+    assert found[0] == found[1] == pytest.approx(model(x).item(), rel=1e-6)
+    assert len(model.layer._forward_hooks) == 1 and sbpc.simulate(plans[0], model, (x,)).outputs == found[0]
 
 
 def test_without_training_there_are_no_tangents_and_no_gradients():

@@ -59,13 +59,13 @@ def test_a_result_that_is_dear_to_bring_and_not_the_loss_is_told_of() -> None:
     mesh = Mesh(x=16, cluster="h100")
     with torch.device("meta"):
         model, args = Scored(), (torch.ones(8192, 2048), torch.zeros(8192, dtype=torch.int64))
-    plan = sbpc.plan(model, args, mesh)
+    plan = sbpc.plan(model, args, mesh, panels=1)
     (remark,) = plan.remarks
     assert remark.startswith("the step waits ") and remark in str(plan)
     layouts = eval(remark.partition("outputs=")[2])
-    left = sbpc.plan(model, args, mesh, outputs=layouts)
+    left = sbpc.plan(model, args, mesh, outputs=layouts, panels=1)
     assert not left.remarks and left.cost.seconds < 0.8 * plan.cost.seconds
-    alone = sbpc.plan(model, args, mesh, loss=lambda results: results["loss"])
+    alone = sbpc.plan(model, args, mesh, loss=lambda results: results["loss"], panels=1)
     assert not alone.remarks and alone.cost.seconds <= left.cost.seconds * (1 + 1e-2)
 
 

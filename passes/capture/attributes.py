@@ -43,6 +43,7 @@ from sbpc.passes.capture.source_lines import SBPC, TORCH, user_error, user_stack
 
 INTERNAL = frozenset(vars(nn.Module()))  # what torch keeps on every module; modes are checked apart
 TORCH_OWN = (nn.Module.__call__.__code__.co_filename, SBPC)  # reads of code in these files are not the model's
+HOOKS = "_hooks", "_hooks_with_kwargs", "_hooks_always_called"  # ends of the names of the tables of hooks of a module
 BY_IDENTITY: Any = object.__hash__
 IN_SET = "Keep them in a list or a dict by name, so that what they hold can be found again."
 DRAWN = "Draw them by torch, such as torch.rand(()), or outside of the forward and pass them as arguments."
@@ -71,6 +72,7 @@ class Attributes:
         self.owners: dict[int, tuple[str, Any]] = {}  # with what stands before the names of its attributes in a path
         self.before: dict[int, dict[str, Any]] = {}
         self.tables: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = []
+        self.hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self.contents: dict[int, tuple[str, Any, Any, int]] = {}
         self.first: list[First] = []
         self.lines: dict[Any, str | None] = {}
@@ -112,6 +114,8 @@ class Attributes:
         self.owners[id(owner)], self.before[id(owner)] = (prefix, owner), attributes
         if isinstance(owner, nn.Module):
             self.tables += [(path, table, attributes[table], dict(attributes[table])) for table in (*TENSORS, CHILDREN)]
+            # a forward may put hooks on modules, and note that it has, which is put back
+            self.hooks += [(value, dict(value)) for name, value in attributes.items() if name.endswith(HOOKS)]
         else:
             self.visit_class(type(owner))
         kind = type(owner)
@@ -295,6 +299,8 @@ class Attributes:
                             self.first.append((path, value, key, item, lines))
                 else:
                     compare(path, old, table_of(value), lines, fine)
+        for now, before in self.hooks:
+            self.first += [("hooks", now, key, hook, "") for key, hook in now.items() if key not in before]
         for path, value, old in self.generators.values():
             if state_of(value) != old:
                 what = f"the forward draws random numbers by {path!r}, a {type(value).__name__}"
@@ -314,7 +320,7 @@ class Attributes:
         for key, (_, owner) in self.owners.items():
             if hasattr(owner, "__dict__") and not same(self.before[key], vars(owner)):
                 refill(vars(owner), self.before[key])
-        for *_, now, before in self.tables:
+        for now, before in [*(each[2:] for each in self.tables), *self.hooks]:
             refill(now, before)
         for owner, name, old in self.outside.values():
             if raw(owner, name) is not old:

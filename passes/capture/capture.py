@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from sbpc._compat import enable_python_dispatcher
 from sbpc.errors import CaptureError, SbpcError
 from sbpc.graph import ports
-from sbpc.graph.guards import COMPUTED, GUARDS
+from sbpc.graph.guards import ABSENT, COMPUTED, GUARDS, HOOK
 from sbpc.graph.ports import Port
 from sbpc.graph.values import is_foreign, text_of
 from sbpc.passes.capture import attention, flex
@@ -130,7 +130,8 @@ def _settle(gm: GraphModule, again: GraphModule, first: Sequence[First], more: S
             what, lines, "Run the model once before it is planned: the plan is then of the calls after the first."
         )
     for path, texts in again.meta[GUARDS].items():
-        known = gm.meta[GUARDS].setdefault(path, [COMPUTED])  # as a cached property, until the first call
+        # as a cached property, or a hook that the first call puts there, until then
+        known = gm.meta[GUARDS].setdefault(path, [ABSENT if path.startswith(HOOK) else COMPUTED])
         known += [text for text in texts if text not in known]
 
 
