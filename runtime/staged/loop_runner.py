@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ class LoopRunner(Runner):
 
     def __init__(self, plan: Plan, executor: Executor, where: torch.device) -> None:
         assert plan.loop is not None
-        self.loop, self.stage = plan.loop, plan.stage_of(dist.get_rank())
+        before, after = (placed(gm, where) for gm in (plan.loop.before, plan.loop.after))
+        self.loop, self.stage = replace(plan.loop, before=before, after=after), plan.stage_of(dist.get_rank())
         self.mail: Callable[[torch.device], Mail] = Mail  # makes the messages of a step
         self.place = plan.ranks_of(self.stage).index(dist.get_rank())
         self.mine = plan.chunks_on(self.stage)
