@@ -159,6 +159,23 @@ def test_other_forms_of_such_a_loss_equal_one_device(form: str, recompute: str) 
     assert largest_error(plan, model, args) <= 1e-10
 
 
+TWO_PHASES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "a length": lambda share, part, scale: share.norm(),
+    "where any is large": lambda share, part, scale: ((share.detach() > 0.2).any(0) * share.mean(0)).sum(),
+}
+
+
+@pytest.mark.parametrize("sizes", [{"pipe": 2}, {"pipe": 2, "a": 2}])
+@pytest.mark.parametrize("form", TWO_PHASES)
+def test_halves_of_ops_that_run_in_two_phases_are_joined(form: str, sizes: dict[str, int]) -> None:
+    """They are no values of the capture: nothing but their shapes and types is known."""
+    torch.manual_seed(0)
+    model, args = Shares(TWO_PHASES[form]).double(), (torch.randn(8, 8, dtype=torch.float64),)
+    plan = sbpc.plan(model, args, Mesh(**sizes), **PIPE)
+    assert plan.loop is not None and plan.loop.joined and plan.verify() > 20
+    assert largest_error(plan, model, args) <= 1e-10
+
+
 class Gated(nn.Module):
     """Layers of which one reads what the batch made of the other."""
 
