@@ -37,7 +37,7 @@ class Messages:
         self, problem: Problem, big_m: float, real: type[np.floating] = np.float64, like: Messages | None = None
     ):
         self.problem, self.big_m, self.real = problem, big_m, real
-        self.boxings = Boxings(big_m, real) if like is None else like.boxings
+        self.boxings: Boxings = Boxings(big_m, real) if like is None else like.boxings
         self.stars: dict[int, Star] = {}
         self.names = order(problem)
         self.place = {name: place for place, name in enumerate(self.names)}
