@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from sbpc import Mesh
 from sbpc.errors import LoopError, PlanError
 from sbpc.plans.plan_bytes import read
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, Action
+from sbpc.runtime.staged.stage_run import Joined
 from sbpc.runtime.state.weight_files import save_tensors
 from tests import hf_models
 from tests.compare import compare, eager, largest_error
@@ -159,6 +161,23 @@ def test_other_forms_of_such_a_loss_equal_one_device(form: str, recompute: str) 
     assert largest_error(plan, model, args) <= 1e-10
 
 
+TWO_PHASES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "a length": lambda share, part, scale: share.norm(),
+    "where any is large": lambda share, part, scale: ((share.detach() > 0.2).any(0) * share.mean(0)).sum(),
+}
+
+
+@pytest.mark.parametrize("sizes", [{"pipe": 2}, {"pipe": 2, "a": 2}])
+@pytest.mark.parametrize("form", TWO_PHASES)
+def test_halves_of_ops_that_run_in_two_phases_are_joined(form: str, sizes: dict[str, int]) -> None:
+    """They are no values of the capture: nothing but their shapes and types is known."""
+    torch.manual_seed(0)
+    model, args = Shares(TWO_PHASES[form]).double(), (torch.randn(8, 8, dtype=torch.float64),)
+    plan = sbpc.plan(model, args, Mesh(**sizes), **PIPE)
+    assert plan.loop is not None and plan.loop.joined and plan.verify() > 20
+    assert largest_error(plan, model, args) <= 1e-10
+
+
 class Gated(nn.Module):
     """Layers of which one reads what the batch made of the other."""
 
@@ -292,3 +311,31 @@ def test_steps_on_four_ranks_equal_one_process(schedule: str, tmp_path: Path) ->
         assert isinstance(found, tuple), found
         assert found[0] == pytest.approx([first], rel=1e-10)
         assert found[1] == pytest.approx(expected if rank == 0 else expected[: len(found[1])], rel=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("how", ["sum", "max", "min", "same", 0])
+def test_what_waits_for_other_micro_batches_is_held_once(
+    how: Any, dtype: torch.dtype, written: tuple[Any, Path]
+) -> None:
+    loop = replace(written[0].loop, count=4, joins=(how,))
+    joined, values = Joined(loop), [(torch.randn(3, 2) * 9).to(dtype) for _ in range(4)]
+    for at in (2, 0, 3, 1):
+        joined.take(0, at, values[0 if how == "same" else at])
+    stacked = torch.stack(values)
+    summed = stacked.double().sum(0).to(dtype)
+    whole = {"sum": summed, "max": stacked.amax(0), "min": stacked.amin(0), "same": values[0], 0: torch.cat(values)}[
+        how
+    ]
+    parts = how == 0 or (how == "sum" and dtype == torch.bfloat16)  # whose sums would be rounded
+    assert len(joined.values[0]) == (4 if parts else 1)
+    torch.testing.assert_close(joined.whole(0), whole)
+    assert joined.whole(0) is joined.whole(0) and not joined.values[0]
+
+
+def test_what_a_micro_batch_has_not_left_is_not_joined(written: tuple[Any, Path]) -> None:
+    joined = Joined(replace(written[0].loop, count=4, joins=("sum",)))
+    for at in (0, 1, 3):
+        joined.take(0, at, torch.ones(2))
+    with pytest.raises(AssertionError, match="all micro-batches leave it"):
+        joined.whole(0)

@@ -57,6 +57,13 @@ def test_names_as_reports_write_them_are_patterns() -> None:
         Options(pin={"b.{0-2}": "S(0)", "b.{2-3}": "B"})
 
 
+@pytest.mark.parametrize("numbers", ["{3-1}", "{0,3-1}", "{0-999999}", "{0-999}{0-999}", "{" + "9" * 5_000 + "}"])
+def test_runs_of_no_numbers_or_of_too_many_are_refused_as_names_of_nothing(numbers: str) -> None:
+    pattern = f"{numbers}.weight"
+    assert Options(pin={pattern: "S(0)@x"}).pin == {pattern: "S(0)@x"}
+    assert refused({pattern: "S(0)@x"}).startswith(f"pin '{pattern}' matches no parameter and no value\n")
+
+
 def test_two_pins_that_disagree_are_named_with_the_axis() -> None:
     pins = {"1.weight": "S(0)@x", "0.weight": "S(0)@y", "0.w*": "S(1)@y", "*.bias": "B@z"}
     assert_expected_inline(

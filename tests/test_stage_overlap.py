@@ -183,3 +183,26 @@ def test_micro_batches_go_in_halves_where_that_hides_collectives(axes: dict[str,
     assert memory["total"] - memory["optimizer"] == run.peak_memory
     numbers = {plan.cost.symbols[name]: value for name, value in plan.cost.numbers.items()}
     assert plan.cost.memory_expr.xreplace(numbers) == memory["total"]
+
+
+class Scaled(nn.Module):
+    """Layers, and a scale of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.scale = nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.scale
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2}, {"pipe": 2, "data": 2}])
+def test_the_sum_of_gradients_of_one_number_is_no_gradient_of_a_result(sizes: dict[str, int]) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, args = Scaled(), (torch.randn(8, 8),)
+    stages = {"stages": "pipe"} if "pipe" in sizes else {}
+    plan = sbpc.plan(model, args, Mesh(**sizes), microbatches=2, **stages)
+    assert plan.overlaps and compare(plan, model, args, *eager(model, args)) <= 1e-10

@@ -155,7 +155,9 @@ class BodyWriter(Unroller):
         for join, first in self.joins.middle.items():
             self.turn_to(join)
             if first not in given:
-                value = self.given(f"joined_{first.name}", {"val": first.meta["val"]})
+                like = first.meta["val"]  # the half of an op in two phases has no value of the capture
+                with self.mode:
+                    value = self.given(f"joined_{first.name}", {"val": torch.empty(like.shape, dtype=like.dtype)})
                 add_port(self.ports, INPUT, Source(JOINED, self.joins.reads.index(first)))
                 given[first] = self.call(aten.clone.default, value)  # the stage that makes it sends it to others
         for join in [*joins, *self.joins.middle]:

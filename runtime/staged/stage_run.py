@@ -3,6 +3,7 @@ share this."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -145,11 +146,17 @@ class Joined:
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
         self.values: dict[int, dict[int, Tensor]] = {}
+        self.came = Counter[int]()
         self.known: dict[int, Tensor] = {}
 
     def take(self, number: int, batch: int, value: Tensor) -> None:
-        """Takes output `number` of a micro-batch, whole."""
-        self.values.setdefault(number, {})[batch] = value
+        """Takes output `number` of a micro-batch, whole. A sum goes on from that of the micro-batches before."""
+        how, values = self.loop.joins[number], self.values.setdefault(number, {})
+        self.came[number] += 1
+        if values and goes_on(how, value):
+            value = join(how, [values.popitem()[1], value])
+        if how != "same" or not values:
+            values[batch] = value
 
     def results(self, numbers: Sequence[int]) -> list[Tensor]:
         """Returns these outputs, joined as the loop says."""
@@ -160,10 +167,10 @@ class Joined:
         them."""
         how, values = self.loop.joins[number], self.values[number]
         if number not in self.known:
-            one = how == "same"
-            self.known[number] = (
-                next(iter(values.values())) if one else join(how, [values[at] for at in range(self.loop.count)])
-            )
+            assert how == "same" or self.came[number] == self.loop.count, "all micro-batches leave it"
+            parts = [values[at] for at in sorted(values)]
+            self.known[number] = parts[0] if how == "same" else join(how, parts)
+            values.clear()
         return self.known[number]
 
     def after(self, joined: Sequence[Tensor]) -> dict[Port, Any]:
@@ -172,6 +179,13 @@ class Joined:
             values = self.loop.after(*joined)
         ports = [port for port in self.loop.ports.outputs if port.kind != GRADIENT]
         return dict(zip(ports, values))
+
+
+def goes_on(how: Any, value: Tensor) -> bool:
+    """Returns whether values are joined one after the other, as they come. Narrow floating-point numbers are not added
+    up so, as each sum would be rounded."""
+    narrow = value.is_floating_point() and value.itemsize < torch.float32.itemsize
+    return how in ("max", "min") or (how == "sum" and not narrow)
 
 
 def join(how: Any, values: Sequence[Tensor]) -> Tensor:

@@ -77,7 +77,8 @@ def must_wait(gm: GraphModule) -> dict[Node, list[Node]]:
 
 def awaited_results(nodes: list[Node], gm: GraphModule) -> dict[Node, list[Node]]:
     """Returns for what the backward begins with what `must_wait` does."""
-    tangents = placeholders(gm, TANGENT)
+    given = placeholders(gm, TANGENT).items()
+    tangents = {port: node for port, node in given if port.name.isdecimal()}  # others are sums of gradients, in a loop
     scalars = [int(port.name) for port, node in tangents.items() if node.meta["val"].numel() == 1]
     if not tangents or chosen(gm.meta["ports"].results, scalars) is not None:
         return {}

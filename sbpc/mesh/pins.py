@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import Axes, B, Numbers, Partial, Ragged, Split, State, parse_state
 
 T = TypeVar("T")
-SPANS = re.compile(r"\{(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\}")
+SPANS = re.compile(r"\{([0-9]{1,6}(?:-[0-9]{1,6})?(?:,[0-9]{1,6}(?:-[0-9]{1,6})?)*)\}")
+SPELLED = 100_000  # patterns that one is spelled out to, at most
 TRIES = 100  # smaller sets of pins that are tried for the message about a conflict
 
 
@@ -140,18 +142,22 @@ def leaves_with_rows(shapes: Sequence[Sequence[int]]) -> list[bool]:
 
 
 def spelled_out(pattern: str) -> list[str]:
-    """Returns a pattern once for each of the numbers in braces, as reports write names.
+    """Returns a pattern once for each of the numbers in braces, as reports write names; as it is, which matches
+    nothing, where one of the runs of numbers is empty or there are more than SPELLED.
 
     >>> spelled_out("blocks.{0-1,5}.*.weight")
     ['blocks.0.*.weight', 'blocks.1.*.weight', 'blocks.5.*.weight']
+    >>> spelled_out("blocks.{3-1}")
+    ['blocks.{3-1}']
     """
-    found = SPANS.search(pattern)
-    if found is None:
+    texts = SPANS.split(pattern)
+    ends = [[run.split("-") for run in span.split(",")] for span in texts[1::2]]
+    groups = [[range(int(run[0]), int(run[-1]) + 1) for run in runs] for runs in ends]
+    count = math.prod(sum(map(len, runs)) for runs in groups)
+    if count > SPELLED or not all(run for runs in groups for run in runs):
         return [pattern]
-    runs = [[int(end) for end in run.split("-")] for run in found[1].split(",")]
-    numbers = itertools.chain.from_iterable(range(run[0], run[-1] + 1) for run in runs)
-    before, after = pattern[: found.start()], spelled_out(pattern[found.end() :])
-    return [f"{before}{number}{rest}" for number, rest in itertools.product(numbers, after)]
+    numbers = itertools.product(*(itertools.chain.from_iterable(runs) for runs in groups))
+    return ["".join(f"{text}{number}" for text, number in zip(texts[::2], each)) + texts[-1] for each in numbers]
 
 
 def spelled_out_pins(pins: Mapping[str, str]) -> dict[str, str]:
