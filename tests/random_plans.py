@@ -50,7 +50,7 @@ def random_loop(plan: Plan, gm: GraphModule, generator: random.Random) -> Plan:
     assignment = draw(loop.body, inner, placeholder_wishes(loop.body, inner, None, None, False), generator)
     whole = make_plan(loop.body, inner, assignment, 0.0, options, Stages())
     places = places_of(whole.graph)
-    pieces = cut(whole.graph, places, cuts_of(whole.graph, places, len(plan.chunks), inner))
+    pieces = cut(whole.graph, places, cuts_of(whole.graph, places, len(plan.chunks), inner), loop.joined)
     chunks = chunks_of(whole, pieces, partial(make_chunk, inner, Stages()))
     ports = [port for each in (loop.body.meta["ports"].inputs, loop.body.meta["ports"].outputs) for port in each]
     in_loop = {port for port in ports if port.kind in (PARAMETER, GRADIENT) and generator.random() < 0.5}

@@ -43,7 +43,7 @@ from sbpc.passes.capture.source_lines import SBPC, TORCH, user_error, user_stack
 
 INTERNAL = frozenset(vars(nn.Module()))  # what torch keeps on every module; modes are checked apart
 TORCH_OWN = (nn.Module.__call__.__code__.co_filename, SBPC)  # reads of code in these files are not the model's
-HOOKS = "_hooks", "_hooks_with_kwargs", "_hooks_always_called"  # ends of the names of the tables of hooks of a module
+HOOKS = sorted(name for name in INTERNAL if "_hooks" in name)  # the tables of a module's hooks
 BY_IDENTITY: Any = object.__hash__
 IN_SET = "Keep them in a list or a dict by name, so that what they hold can be found again."
 DRAWN = "Draw them by torch, such as torch.rand(()), or outside of the forward and pass them as arguments."
@@ -115,7 +115,7 @@ class Attributes:
         if isinstance(owner, nn.Module):
             self.tables += [(path, table, attributes[table], dict(attributes[table])) for table in (*TENSORS, CHILDREN)]
             # a forward may put hooks on modules, and note that it has, which is put back
-            self.hooks += [(value, dict(value)) for name, value in attributes.items() if name.endswith(HOOKS)]
+            self.hooks += [(attributes[name], dict(attributes[name])) for name in HOOKS if name in attributes]
         else:
             self.visit_class(type(owner))
         kind = type(owner)
