@@ -4,6 +4,7 @@ not all equal, and ranks that share rows out."""
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,8 +141,14 @@ def test_memory_of_strategies_counts_float32_masters() -> None:
     args = x.bfloat16(), favour.bfloat16()
     search, each = searching(model.bfloat16(), args, {"pipe": 1, "data": 2, "tensor": 1})
     row = search.row(each)
-    for memory in (row.memory, row.plan.cost.memory):  # whose layouts may differ; bfloat16 is half
-        assert memory["optimizer"] == pytest.approx(2 * memory["parameters"], rel=0.05)
+    whole = 4 * sum(parameter.numel() for parameter in model.parameters())  # bfloat16 is half
+    assert row.memory["parameters"] == pytest.approx(whole, rel=0.05)
+    sizes, stored = row.plan.inner.sizes, row.plan.parameters  # in other layouts than the row's, maybe
+    first = (0,) * len(sizes)
+    shapes = (stored[name].local_shape(each.shape, sizes, first) for name, each in model.named_parameters())
+    part = 4 * sum(map(math.prod, shapes))
+    assert row.plan.cost.memory["optimizer"] == pytest.approx(2 * part, rel=0.05)
+    assert row.memory["optimizer"] == 2 * row.memory["parameters"]
 
 
 @pytest.mark.parametrize("stages", [False, True])
